@@ -1,0 +1,1 @@
+"""Alembic environment and revisions of plancache's database; ships as plancache.migrations."""

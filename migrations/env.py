@@ -1,0 +1,7 @@
+"""Runs the revisions on the connection that plancache hands over."""
+
+from alembic import context
+
+context.configure(connection=context.config.attributes["connection"], transactional_ddl=True)
+with context.begin_transaction():
+    context.run_migrations()

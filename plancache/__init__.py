@@ -1,0 +1,46 @@
+"""A persistent cache of cuDNN execution plans: describe a graph, get a plan that is ready to run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from plancache import errors, graphs
+    from plancache.cache import PlanCache, Statistics
+    from plancache.environment import Device
+    from plancache.key import Constraints, PlanKey
+    from plancache.plan import Plan
+    from plancache.settings import Settings
+
+__all__ = ["Constraints", "Device", "Plan", "PlanCache", "PlanKey", "Settings", "Statistics", "errors", "graphs"]
+
+_HOMES = {
+    "Constraints": "key",
+    "Device": "environment",
+    "Plan": "plan",
+    "PlanCache": "cache",
+    "PlanKey": "key",
+    "Settings": "settings",
+    "Statistics": "cache",
+    "errors": "errors",
+    "graphs": "graphs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names, imported when they are first used: `import plancache` itself costs next to nothing."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'plancache' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f"plancache.{home}")
+    value = module if home == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,329 @@
+"""cuDNN, and nothing else of cuDNN's anywhere else: signature -> copy, candidates, build, serialize, load, run.
+
+Only copies made from a signature are built, loaded and executed. Sources: the frontend's `_pygraph.py` (1.32), and
+what was measured of it (docs/environment.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from plancache.entry import Built, Candidate, Layout
+from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
+from plancache.errors import DeviceFileError
+from plancache.key import Constraints
+from plancache.signature import Description, Enum, Reading, Uncacheable, decode
+
+_PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
+
+# The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
+_BUILDING = threading.RLock()
+
+
+class Executable:
+    """A loaded plan of one thread and device. `uids` are those it binds, ascending."""
+
+    def __init__(self, graph: Any, uids: tuple[int, ...], handle: Any) -> None:
+        self._graph = graph
+        self._uids = uids
+        self._handle = handle
+        self._pointers = ctypes.c_void_p * len(uids)
+        self._launch = None if graph.plans else getattr(graph._lowered_graph, "_execute_with_raw_ptrs", None)
+
+    def runner(self, buffers: Sequence[Any], addresses: Sequence[int], workspace: Any, workspace_address: int) -> Callable[[int], None]:
+        """A function of the stream that runs the plan on these buffers, given in the order of `uids`."""
+        from cudnn import set_stream
+
+        handle, count, launch = self._handle, len(addresses), self._launch
+        if launch is None:  # a Python engine's plan reads the buffers' own descriptions
+            graph, uids, buffers = self._graph, self._uids, list(buffers)
+
+            def run_graph(stream: int) -> None:
+                set_stream(handle, stream)
+                graph.execute(buffers, workspace, handle, tensor_uids=uids)
+
+            return run_graph
+        pointers = self._pointers(*addresses)
+        address, backend_handle = ctypes.addressof(pointers), handle.backend_handle
+
+        def run(stream: int, _keep: Any = pointers) -> None:
+            if handle.stream != stream:
+                set_stream(handle, stream)
+            launch(address, count, workspace_address, backend_handle, -1)
+
+        return run
+
+    def run(self, buffers: Sequence[Any], addresses: Sequence[int], workspace: Any, workspace_address: int, stream: int) -> None:
+        """Runs the plan once."""
+        if self._launch is None:
+            self.runner(buffers, addresses, workspace, workspace_address)(stream)
+            return
+        handle = self._handle
+        if handle.stream != stream:
+            from cudnn import set_stream
+
+            set_stream(handle, stream)
+        pointers = self._pointers(*addresses)
+        self._launch(ctypes.addressof(pointers), len(addresses), workspace_address, handle.backend_handle, -1)
+
+
+class CudnnBackend:
+    """cuDNN for one device, or for a device file: then it can only say what would be built, and be asked by a child."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        cudnn = load_frontend()
+        if device.cudnn_version not in (None, cudnn.backend_version()):
+            raise DeviceFileError(
+                f"the device file comes from cuDNN {device.cudnn_version}, here {cudnn.backend_version()} is loaded; "
+                "write one with this version (plancache doctor --write-device FILE) or install that cuDNN"
+            )
+        self.libraries = Libraries.loaded()
+        self.here = Here(self.libraries)
+        self._local = threading.local()
+        self._handles: list[Any] = []
+        self._properties: Any = None
+
+    # ---- copies
+
+    def copy(self, description: Description, *, handle: Any = None) -> Any:
+        """A fresh graph of a description, with canonical uids and this device's sm_version."""
+        cudnn = load_frontend()
+        options = {name: _value(cudnn, value) for name, value in description.options.items()}
+        options["sm_version"] = options["sm_version"] or self.device.sm_version
+        place = {"handle": handle} if handle is not None else {"device_property": self.properties()}
+        context = {name: _value(cudnn, value) for name, value in description.context.items()}
+        graph = cudnn.pygraph(name="plancache", **context, **options, **place)
+        tensors: dict[int, Any] = {}
+        for uid, record in enumerate(description.tensors, 1):
+            attributes = {name: _value(cudnn, value) for name, value in record.items() if name != "ragged_offset"}
+            attributes.update(dim=list(record["dim"]), stride=list(record["stride"]))
+            tensors[uid] = cudnn.Tensor(name=f"t{uid}", uid=uid, uid_assigned=True, **attributes)
+        for uid, record in enumerate(description.tensors, 1):
+            if record["ragged_offset"] is not None:
+                tensors[uid].ragged_offset = tensors[record["ragged_offset"]]
+            graph._register_tensor(tensors[uid])
+        graph._reserved_uids.update(tensors)
+        for index, record in enumerate(description.nodes):
+            node = cudnn.Node(f"n{index}", cudnn.NodeType[record["node_type"]], _value(cudnn, record["compute_data_type"]))
+            node.inputs = {port: tensors[uid] for port, uid in record["inputs"].items()}
+            node.outputs = {port: tensors[uid] for port, uid in record["outputs"].items()}
+            node.params = {name: _value(cudnn, value) for name, value in record["params"].items()}
+            graph._nodes.append(node)
+        return graph
+
+    def check_copy(self, reading: Reading) -> None:
+        """Raises `Uncacheable` where the copy lowers to something else than the caller's graph, labels and uids aside."""
+        from plancache.signature import read
+
+        copy = self.copy(decode(reading.signature))
+        if read(copy, self.device).signature != reading.signature:
+            raise Uncacheable("its copy reads back differently")
+        mine, theirs = self._lowered(read(copy, self.device)), self._lowered(reading)
+        if mine != theirs:
+            raise Uncacheable(f"its copy lowers differently: {_first_difference(mine, theirs)}")
+
+    def _lowered(self, reading: Reading) -> Any:
+        """The lowered form of a graph as cuDNN's JSON, made from the scratch graph of its reading, without labels."""
+        scratch = reading.scratch
+        scratch._handle = None
+        scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
+        for uid, tensor in enumerate(reading.clones, 1):
+            tensor.uid = uid  # so that both lowered forms can be compared as they are
+        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in reading.clones}
+        with _BUILDING:
+            lowered = scratch._lower_to_cpp()
+            lowered.validate()
+            lowered.build_operation_graph()
+        return _without_labels(json.loads(repr(lowered)))
+
+    # ---- building
+
+    def build(self, signature: bytes, constraints: Constraints) -> Built:
+        """Builds the heuristic's first choice (modes A, then FALLBACK) that the constraints allow, and serializes it.
+
+        Raises cuDNN's own error where it has no plan.
+        """
+        with _BUILDING, self._on_device():
+            handle = None if self.device.is_file else self.handle()
+            copy = self.copy(decode(signature), handle=handle)
+            clock = [time.perf_counter()]
+            self._plan(copy, constraints, clock)
+            copy.build_plans()
+            clock.append(time.perf_counter())
+            blob = copy.serialize(as_bytes=True)  # at once: a loaded graph that is serialized again loses its tensor table
+            clock.append(time.perf_counter())
+            seconds = [after - before for before, after in zip(clock, clock[1:], strict=False)]
+            return self._built(copy, blob, dict(zip(("lower", "plan", "build", "serialize"), seconds, strict=True)))
+
+    def build_unchanged(self, graph: Any) -> tuple[Executable, list[tuple[Any, Layout, bool]], int]:
+        """Builds an uncacheable graph as its caller made it, in place: executable, operands and workspace bytes."""
+        cudnn = load_frontend()
+        with _BUILDING, self._on_device():
+            if graph._handle is None:
+                graph._handle = self.handle()
+            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        uids = tuple(graph._variant_pack_uids() or ())
+        outputs = {id(tensor) for node in graph.nodes for tensor in node.outputs.values()}
+        tensors = [graph._tensor_by_uid[uid] for uid in uids]
+        operands = [(tensor, _layout(graph, tensor), id(tensor) in outputs) for tensor in tensors]
+        return Executable(graph, uids, graph._handle), operands, int(graph.get_workspace_size())
+
+    def _plan(self, copy: Any, constraints: Constraints, clock: list[float]) -> None:
+        cudnn = load_frontend()
+        copy.validate()
+        copy.build_operation_graph()
+        clock.append(time.perf_counter())
+        if constraints.barred_engines:
+            copy.deselect_engines(list(constraints.barred_engines))
+        if constraints.workspace_limit_bytes is not None:
+            copy.deselect_workspace_greater_than(constraints.workspace_limit_bytes)
+        copy.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
+        for select, kind, names in (
+            (copy.deselect_numeric_notes, "numerical_note", barred),
+            (copy.select_numeric_notes, "numerical_note", constraints.required_numerical_notes),
+            (copy.deselect_behavior_notes, "behavior_note", constraints.barred_behavior_notes),
+            (copy.select_behavior_notes, "behavior_note", constraints.required_behavior_notes),
+        ):
+            if names:
+                select([_member(cudnn, kind, name) for name in names])
+        copy.check_support()
+        clock.append(time.perf_counter())
+
+    def _built(self, copy: Any, blob: bytes, timings_s: Mapping[str, float]) -> Built:
+        candidates = tuple(_candidate(copy, index) for index in range(copy.get_execution_plan_count()))
+        chosen = copy._plan_index
+        notes = tuple(note.name for note in copy.get_behavior_notes_for_plan_at_index(chosen))
+        return Built(
+            blob=blob,
+            workspace_size=int(copy.get_workspace_size()),
+            operands=tuple(copy._variant_pack_uids() or ()),
+            layouts={uid: _layout(copy, tensor) for uid, tensor in sorted(copy._tensor_by_uid.items())},
+            recipe=candidates[chosen],
+            candidates=candidates,
+            behavior_notes=notes,
+            requirements=self._requirements(blob, notes),
+            timings_s=timings_s,
+        )
+
+    def _requirements(self, blob: bytes, notes: tuple[str, ...]) -> dict[str, str]:
+        names: tuple[str, ...] = ("cublasLt",) if "CUBLASLT_DEPENDENCY" in notes else ()
+        if blob.startswith(_PYTHON_PLAN):
+            names += ("nvidia-cutlass-dsl", "apache-tvm-ffi", "machine")
+        return {name: self.here[name] or "unknown" for name in names}
+
+    # ---- loading
+
+    def load(self, blob: bytes, operands: tuple[int, ...]) -> Executable:
+        """Loads a checked plan for this thread and device. Raises whatever cuDNN raises."""
+        cudnn = load_frontend()
+        handle = self.handle()
+        if blob.startswith(_PYTHON_PLAN):
+            graph = cudnn.pygraph(handle=handle)
+            with _BUILDING:
+                graph.deserialize(handle, blob, enforce_precompiled=True)
+        else:
+            # without a handle: a load with one runs a warm-up that invalidates a capture in another thread
+            graph = cudnn.pygraph(device_property=self.properties())
+            graph.deserialize(blob)
+        return Executable(graph, operands, handle)
+
+    def handle(self) -> Any:
+        """This thread's cuDNN handle of this device."""
+        handle = getattr(self._local, "handle", None)
+        if handle is None:
+            cudnn = load_frontend()
+            with self._on_device():
+                handle = self._local.handle = cudnn.create_handle()
+            self._handles.append(handle)
+        return handle
+
+    def properties(self) -> Any:
+        """cuDNN's property object of the device."""
+        if self._properties is None:
+            cudnn = load_frontend()
+            try:
+                self._properties = cudnn.create_device_properties(self.device.properties_json)
+            except RuntimeError as error:
+                raise DeviceFileError(
+                    f"cuDNN {cudnn.backend_version()} refuses the device's properties ({error}); "
+                    "write a device file with this version: plancache doctor --write-device FILE"
+                ) from error
+        return self._properties
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Makes the device current in this thread for the time of a block."""
+        ordinal = self.device.ordinal
+        if ordinal is None or ordinal == current_ordinal():
+            yield
+            return
+        import torch
+
+        with torch.cuda.device(ordinal):
+            yield
+
+    def close(self) -> None:
+        """Destroys the handles made here."""
+        handles, self._handles = self._handles, []
+        self._local = threading.local()
+        for handle in handles:
+            load_frontend().destroy_handle(handle)
+
+
+def _value(cudnn: Any, value: Any) -> Any:
+    """A decoded value as the frontend's."""
+    if isinstance(value, Enum):
+        return _member(cudnn, *value)
+    if type(value) in (list, tuple):
+        return type(value)(_value(cudnn, item) for item in value)
+    if type(value) is dict:
+        return {name: _value(cudnn, item) for name, item in value.items()}
+    return value
+
+
+def _member(cudnn: Any, kind: str, name: str) -> Any:
+    members = getattr(cudnn._pybind_module, kind).__members__
+    if name not in members:
+        raise ValueError(f"{name!r} is not one of cudnn.{kind}: {', '.join(members)}")
+    return members[name]
+
+
+def _without_labels(form: Any) -> Any:
+    if isinstance(form, dict):
+        return {name: _without_labels(value) for name, value in form.items() if name not in ("name", "gid")}
+    if isinstance(form, list):
+        return [_without_labels(item) for item in form]
+    return form
+
+
+def _first_difference(mine: Any, theirs: Any, at: str = "graph") -> str:
+    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
+        name = next(name for name in mine if mine[name] != theirs[name])
+        return _first_difference(mine[name], theirs[name], f"{at}.{name}")
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        index = next(index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+        return _first_difference(mine[index], theirs[index], f"{at}[{index}]")
+    return f"{at} is {str(mine)[:60]} in place of {str(theirs)[:60]}"
+
+
+def _candidate(copy: Any, index: int) -> Candidate:
+    try:
+        engine, knobs = copy.get_engine_and_knobs_at_index(index)
+    except NotImplementedError:  # the backend chooses among engines that it does not list
+        engine, knobs = -1, {}
+    return Candidate(copy.get_plan_name_at_index(index), int(engine), {knob.name: int(value) for knob, value in knobs.items()})
+
+
+def _layout(copy: Any, tensor: Any) -> Layout:
+    kind = tensor.data_type
+    if kind is None and tensor.uid in copy._cpp_tensors:
+        kind = copy._cpp_tensors[tensor.uid].get_data_type()
+    return Layout(tuple(tensor.dim), tuple(tensor.stride), None if kind is None else kind.name)

@@ -1,0 +1,379 @@
+"""`PlanCache`: the path of a request.
+
+    graph -> signature -> key -> memory -> local SQLite -> usable here? -> load -> plan
+                                   | nothing usable
+                                   v
+                        one builder per key (lock; look again)
+                        copy -> candidates -> build -> serialize -> store -> plan
+
+A fault of the cache is one warning and a miss: the caller gets a right plan or cuDNN's own error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from plancache import __version__
+from plancache.entry import Entry, Layout, Listed, unpack, usable
+from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
+from plancache.errors import (
+    CorruptEntryError,
+    PlancacheError,
+    PlancacheWarning,
+    PlanNotFoundError,
+    StoreError,
+    UncacheableGraphError,
+)
+from plancache.key import Constraints, Place, PlanKey, make_key
+from plancache.plan import Loaded, Plan
+from plancache.settings import Build, Settings
+from plancache.signature import Reading, Uncacheable, decode, read
+from plancache.singleflight import SingleFlight
+from plancache.store.database import Database
+
+_log = logging.getLogger("plancache.cache")
+
+
+@dataclass
+class Statistics:
+    """What a cache did since it was opened. `uncacheable` counts graphs by reason, `faults` cache faults by kind."""
+
+    memory_hits: int = 0
+    local_hits: int = 0
+    misses: int = 0
+    builds: int = 0
+    build_s: float = 0.0
+    load_s: float = 0.0
+    saved_s: float = 0.0
+    uncacheable: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+class Failure(NamedTuple):
+    """A graph that `warm` could not plan, by its place in the iteration, and why."""
+
+    index: int
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What `warm` brought: plans by origin, and the failures."""
+
+    plans: tuple[Plan, ...]
+    failures: tuple[Failure, ...]
+
+
+class _Target:
+    """A device and everything that plans for it need."""
+
+    def __init__(self, device: Device) -> None:
+        from plancache.backend import CudnnBackend
+        from plancache.compiler import Compiler
+
+        self.device = device
+        self.backend = CudnnBackend(device)
+        self.compiler = Compiler(device) if device.is_file else None
+        self.builder = self.compiler or self.backend
+        self.place = Place.of(device, self.backend.libraries)
+        self.unknown = self.backend.libraries.unknown
+
+    def close(self) -> None:
+        if self.compiler is not None:
+            self.compiler.close()
+        self.backend.close()
+
+
+class PlanCache:
+    """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
+
+    `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
+    are built, stored and inspected, not run. `constraints`: for graphs planned without any of their own. Other
+    settings, by name: see `Settings`. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        device: Device | None = None,
+        constraints: Constraints | None = None,
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> None:
+        self.settings = settings or Settings.load(directory=directory, **options)
+        self._device = device
+        self._constraints = constraints or Constraints()
+        self._database = Database(self.settings.database, lock_timeout_s=self.settings.lock_timeout_s)
+        self._stores = self.settings.mode != "off"
+        locks = self.settings.directory / "locks" if self.settings.mode == "readwrite" else None
+        self._flight = SingleFlight(locks, timeout_s=self.settings.lock_timeout_s, on_fault=lambda error: self._fault("lock", error))
+        self._targets: dict[int | None, _Target] = {}
+        self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
+        self._hits: Counter[bytes] = Counter()
+        self._condemned: dict[bytes, bytes] = {}
+        self._statistics = Statistics()
+        self._guard = threading.RLock()
+        self._warned: set[str] = set()
+
+    # ---- the path of a request
+
+    def plan(
+        self,
+        graph: Any,
+        *,
+        build: Build | None = None,
+        refresh: bool = False,
+        constraints: Constraints | None = None,
+    ) -> Plan | None:
+        """A ready plan for a described graph (`cudnn.pygraph`), which is left as it is.
+
+        `build`: on a miss `allow` builds and keeps the plan, `forbid` raises `PlanNotFoundError`, `lookup` returns
+        None (the only case that does). `refresh`: builds anew and replaces what is stored. Raises `GraphStateError`
+        for an empty or planned graph, and cuDNN's own error where it has no plan.
+        """
+        build = build or self.settings.build
+        target = self._target()
+        try:
+            self._check_frontend(target)
+            reading = read(graph, target.device)
+        except Uncacheable as error:
+            return self._plan_uncached(graph, error.reason, target, build)
+        key = make_key(reading.signature, target.place, result_changing_variables(), constraints or self._constraints)
+        found = None if refresh else self._look_up(key, target)
+        if found is None:
+            if build == "lookup":
+                return None
+            if build == "forbid":
+                raise PlanNotFoundError(key.hex, decode(reading.signature).summary, "it was never built here, or for another environment")
+            try:
+                found = self._build(reading, key, target, constraints or self._constraints, refresh)
+            except Uncacheable as error:
+                return self._plan_uncached(graph, error.reason, target, build)
+        loaded, origin = found
+        return Plan(loaded, _operands(loaded.entry, reading), origin)
+
+    def _look_up(self, key: PlanKey, target: _Target) -> tuple[Loaded, str] | None:
+        """What answers a key: memory, then the store; loaded for this thread."""
+        loaded = self._loaded.get((key.digest, target.device.ordinal))
+        if loaded is not None:
+            self._statistics.memory_hits += 1
+            return loaded, "memory"
+        fetched = self._fetch(key, target)
+        if fetched is None:
+            return None
+        entry, checksum = fetched
+        started = time.perf_counter()
+        try:
+            loaded = self._ready(entry, target)
+        except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
+            self._condemned[key.digest] = checksum
+            self._fault("load", StoreError(f"stored plan {key.hex[:16]} does not load ({type(error).__name__}: {error}); building it anew"))
+            return None
+        with self._guard:
+            self._statistics.local_hits += 1
+            self._statistics.load_s += time.perf_counter() - started
+            self._statistics.saved_s += entry.build_s
+            self._hits[key.digest] += 1
+        return loaded, "local"
+
+    def _fetch(self, key: PlanKey, target: _Target) -> tuple[Entry, bytes] | None:
+        """A checked entry that may run here, and its checksum."""
+        if not self._stores or target.unknown:
+            return None
+        row = None
+        try:
+            row = self._database.get(key.digest)
+            if row is None:
+                return None
+            entry = unpack(row, key)
+            reason = usable(entry, target.backend.here)
+            if reason is None:
+                return entry, row.checksum
+            _log.info("stored plan %s is not usable here: %s", key.hex[:16], reason)
+        except CorruptEntryError as error:
+            self._fault("corrupt", error)
+        except StoreError as error:
+            self._fault("read", error)
+        if row is not None:
+            self._condemned[key.digest] = row.checksum
+        return None
+
+    def _ready(self, entry: Entry, target: _Target) -> Loaded:
+        """An entry as a plan that this thread can run, kept in memory."""
+        loaded = Loaded(
+            lambda: target.backend.load(entry.blob, entry.operands),
+            device=target.device.ordinal,
+            workspace_size=entry.workspace_size,
+            entry=entry,
+        )
+        if not target.device.is_file:
+            loaded.executable()
+        with self._guard:
+            self._loaded[entry.key.digest, target.device.ordinal] = loaded
+        return loaded
+
+    def _build(self, reading: Reading, key: PlanKey, target: _Target, constraints: Constraints, refresh: bool) -> tuple[Loaded, str]:
+        with self._flight.building(key.digest):
+            found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
+            if found is not None:
+                return found
+            self._statistics.misses += 1
+            target.backend.check_copy(reading)
+            built = target.builder.build(reading.signature, constraints)
+            entry = Entry.of(
+                built,
+                key=key,
+                quality="compiled" if target.device.is_file else "heuristic",
+                created_at=time.time(),
+                provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
+            )
+            loaded = self._ready(entry, target)  # before it is stored: what does not load is not kept
+            with self._guard:
+                self._statistics.builds += 1
+                self._statistics.build_s += entry.build_s
+            _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
+            self._store(entry, target, refresh)
+        return loaded, "built"
+
+    def _store(self, entry: Entry, target: _Target, refresh: bool) -> None:
+        if self.settings.mode != "readwrite" or target.unknown:
+            return
+        try:
+            self._database.put(entry, replace_equal=refresh, condemned=self._condemned.pop(entry.key.digest, None))
+        except StoreError as error:
+            self._fault("write", error)
+
+    # ---- what cannot be cached
+
+    def _check_frontend(self, target: _Target) -> None:
+        version = target.backend.libraries.frontend_version
+        if not target.backend.libraries.frontend_tested:
+            low, high = (".".join(map(str, bound)) for bound in FRONTENDS)
+            self._warn(
+                "frontend",
+                f"nvidia-cudnn-frontend {version} is outside the tested range (>={low}, <{high}): nothing is cached; "
+                f"install a tested one, or a plancache that knows this one",
+            )
+            raise Uncacheable(f"nvidia-cudnn-frontend {version} is not tested")
+
+    def _plan_uncached(self, graph: Any, reason: str, target: _Target, build: Build) -> Plan | None:
+        """Builds a graph as its caller made it, without the cache."""
+        with self._guard:
+            self._statistics.uncacheable[reason] += 1
+        _log.info("built without the cache: %s", reason)
+        if build == "lookup":
+            return None
+        if build == "forbid":
+            raise UncacheableGraphError(reason, "allow builds for this graph (build='allow')")
+        if target.device.is_file:
+            raise UncacheableGraphError(reason, "it can only be built on the GPU itself")
+        executable, operands, size = target.backend.build_unchanged(graph)
+        with self._guard:
+            self._statistics.builds += 1
+        loaded = Loaded(lambda: executable, device=target.device.ordinal, workspace_size=size, entry=None)
+        return Plan(loaded, operands, "built")
+
+    # ---- many at once, and looking
+
+    def warm(self, graphs: Iterable[Any]) -> Warmed:
+        """Plans every graph, or every object with a `graph`; a graph that fails is reported and the others go on."""
+        plans, failures = [], []
+        for index, graph in enumerate(graphs):
+            try:
+                plan = self.plan(getattr(graph, "graph", graph), build="allow")
+            except (RuntimeError, ValueError, PlancacheError) as error:  # cuDNN's errors are RuntimeErrors
+                failures.append(Failure(index, error))
+            else:
+                if plan is not None:
+                    plans.append(plan)
+        return Warmed(tuple(plans), tuple(failures))
+
+    def entries(self) -> list[Listed]:
+        """What is stored, oldest first, without the plans themselves. Needs neither a GPU nor cuDNN."""
+        return [Listed.of(*row[1:]) for row in self._database.listing()]
+
+    def entry(self, digest: str) -> Entry:
+        """The stored entry whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
+        keys = [row.key for row in self._database.listing() if row.key.hex().startswith(digest.lower())]
+        row = self._database.get(keys[0]) if len(keys) == 1 else None
+        if row is None:
+            raise LookupError(f"{len(keys)} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
+        return unpack(row)
+
+    def statistics(self) -> Statistics:
+        """Counts and seconds since this cache was opened."""
+        with self._guard:
+            now = self._statistics
+            return replace(now, uncacheable=Counter(now.uncacheable), faults=Counter(now.faults))
+
+    # ---- faults
+
+    def _fault(self, kind: str, error: StoreError) -> None:
+        with self._guard:
+            self._statistics.faults[kind] += 1
+        if self.settings.strict:
+            raise error
+        self._warn(kind, f"{error}; plans are right all the same, this one is built or kept in memory only")
+
+    def _warn(self, kind: str, message: str) -> None:
+        _log.warning(message)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, PlancacheWarning, stacklevel=4)
+
+    # ---- life
+
+    def _target(self) -> _Target:
+        """What plans for the device that was named, or is current."""
+        ordinal = self._device.ordinal if self._device is not None else current_ordinal()
+        target = self._targets.get(ordinal)
+        if target is None:
+            with self._guard:
+                target = self._targets.get(ordinal)
+                if target is None:
+                    target = self._targets[ordinal] = _Target(self._device or Device.current(ordinal))
+            if target.unknown:
+                self._warn("unknown", f"{target.unknown}: plans are kept in memory only, since what they depend on is not known")
+        return target
+
+    def close(self) -> None:
+        """Writes use counts, drops plans and handles, ends child processes. Its plans can then no longer run."""
+        with self._guard:
+            hits, self._hits = self._hits, Counter()
+            targets, self._targets = self._targets, {}
+            loaded, self._loaded = self._loaded, {}
+        for plan in loaded.values():
+            plan.close()
+        for target in targets.values():
+            target.close()
+        if hits and self.settings.mode == "readwrite":
+            try:
+                self._database.count_uses(hits, time.time())
+            except StoreError as error:
+                _log.debug("use counts were not written: %s", error)
+        self._database.close()
+
+    def __enter__(self) -> PlanCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PlanCache {self.settings.directory}>"
+
+
+def _operands(entry: Entry | None, reading: Reading) -> list[tuple[Any, Layout, bool]]:
+    assert entry is not None
+    outputs = {id(tensor) for node in reading.scratch._nodes for tensor in node.outputs.values()}
+    return [(reading.tensors[uid - 1], entry.layouts[uid], id(reading.clones[uid - 1]) in outputs) for uid in entry.operands]

@@ -1,0 +1,253 @@
+"""The entry, its checked byte format, and `usable`.
+
+Nothing of a stored row is decompressed or given to cuDNN before its checksum, which covers key, metadata and the
+compressed payload, was found right. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from plancache.errors import CorruptEntryError
+from plancache.key import COMPONENTS, PlanKey
+from plancache.signature import Description, decode
+
+Quality = Literal["compiled", "heuristic", "tuned"]
+QUALITIES: tuple[Quality, ...] = ("compiled", "heuristic", "tuned")
+"""From least to best: a lesser entry never replaces a better one."""
+
+FORMAT = 1
+MAX_BLOB_BYTES = 256 << 20
+"""Bound on an unpacked plan: the largest seen is 0.2 MB; a Python engine's holds compiled kernels too."""
+
+_LEVEL = 3  # zstd: 3.5 to 4 times smaller, and unpacks in 30 to 80 us
+
+
+class Candidate(NamedTuple):
+    """One engine configuration that the heuristics named: the plan's name, engine id and knobs."""
+
+    name: str
+    engine: int
+    knobs: dict[str, int]
+
+
+class Layout(NamedTuple):
+    """A tensor as lowering resolved it: dims and strides in elements, data type by the frontend's name."""
+
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    data_type: str | None
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build brought: all of an entry that cuDNN knows.
+
+    `operands`: canonical uids that execution must bind, ascending. `layouts`: lowered tensors by canonical uid.
+    `recipe`: the candidate that was chosen. `requirements`: what this engine needs beyond the key. `timings_s`:
+    seconds of each step of the build.
+    """
+
+    blob: bytes = field(repr=False)
+    workspace_size: int
+    operands: tuple[int, ...]
+    layouts: Mapping[int, Layout] = field(repr=False)
+    recipe: Candidate
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    behavior_notes: tuple[str, ...]
+    requirements: Mapping[str, str]
+    timings_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Entry(Built):
+    """A stored plan, and all that was learned when it was built. `proof`: `none` where nothing was run."""
+
+    key: PlanKey
+    quality: Quality
+    created_at: float
+    provenance: Mapping[str, Any] = field(repr=False)
+    proof: str = "none"
+    tolerance: float | None = None
+
+    @classmethod
+    def of(cls, built: Built, **more: Any) -> Entry:
+        return cls(**{f.name: getattr(built, f.name) for f in fields(Built)}, **more)
+
+    @property
+    def build_s(self) -> float:
+        """Seconds that building took, lowering and planning included."""
+        return sum(self.timings_s.values())
+
+    @cached_property
+    def description(self) -> Description:
+        return decode(self.key.components["signature"])
+
+    @property
+    def engine(self) -> str:
+        """The plan's name in cuDNN's terms, such as `eng7_k24=21`."""
+        return self.recipe.name
+
+    def better_than(self, other: Entry | None) -> bool:
+        return other is None or QUALITIES.index(self.quality) > QUALITIES.index(other.quality)
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """An entry as it lies in a store."""
+
+    key: bytes
+    preimage: bytes
+    facts: bytes
+    payload: bytes
+    checksum: bytes
+
+
+def pack(entry: Entry) -> Row:
+    """The row of an entry."""
+    import zstandard
+
+    facts = encode_facts(entry)
+    preimage = _join(entry.key.preimages)
+    payload = zstandard.ZstdCompressor(level=_LEVEL).compress(entry.blob)
+    return Row(entry.key.digest, preimage, facts, payload, checksum(entry.key.digest, preimage, facts, payload))
+
+
+def encode_facts(built: Built) -> bytes:
+    """All but key and blob, as JSON."""
+    facts = {f.name: getattr(built, f.name) for f in fields(built) if f.name not in ("blob", "key")}
+    return json.dumps({"format": FORMAT, "blob_bytes": len(built.blob), **facts}, separators=(",", ":")).encode()
+
+
+def decode_facts(data: bytes) -> tuple[dict[str, Any], int]:
+    """The fields that `encode_facts` wrote, typed; and the blob's size in bytes."""
+    facts = json.loads(data)
+    if facts.pop("format") != FORMAT:
+        raise ValueError("its format is not one that this version reads")
+    size = facts.pop("blob_bytes")
+    facts["operands"] = tuple(facts["operands"])
+    facts["layouts"] = {int(uid): Layout(tuple(dim), tuple(stride), kind) for uid, (dim, stride, kind) in facts["layouts"].items()}
+    facts["recipe"] = Candidate(*facts["recipe"])
+    facts["candidates"] = tuple(Candidate(*candidate) for candidate in facts["candidates"])
+    facts["behavior_notes"] = tuple(facts["behavior_notes"])
+    return facts, size
+
+
+def checksum(key: bytes, preimage: bytes, facts: bytes, payload: bytes) -> bytes:
+    """SHA-256 over all parts of a row, each after its length."""
+    digest = hashlib.sha256(b"plancache-entry:%d\0" % FORMAT)
+    for part in (key, preimage, facts, payload):
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return digest.digest()
+
+
+def unpack(row: Row, key: PlanKey | None = None) -> Entry:
+    """The entry of a row, checked: its checksum, its sizes, and that it is of `key` where one is given.
+
+    Raises `CorruptEntryError`, before anything was decompressed, for a row that was changed.
+    """
+    name = row.key.hex()[:16] if isinstance(row.key, bytes) else "?"
+    if not all(isinstance(part, bytes) for part in row) or checksum(*row[:4]) != row.checksum:
+        raise CorruptEntryError(f"entry {name} does not match its checksum")
+    try:
+        if key is None:
+            key = PlanKey(_split(row.preimage))
+        if key.digest != row.key or _join(key.preimages) != row.preimage:
+            raise ValueError("it is stored under another key than its own")
+        facts, size = decode_facts(row.facts)
+        return Entry(key=key, blob=_decompress(row.payload, size), **facts)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise CorruptEntryError(f"entry {name} cannot be read: {error}") from error
+
+
+def _decompress(payload: bytes, size: int) -> bytes:
+    import zstandard
+
+    # the frame's own size counts, not max_output_size: zstandard ignores that where the frame names one
+    stated = zstandard.get_frame_parameters(payload).content_size
+    if not 0 <= stated == size <= MAX_BLOB_BYTES:
+        raise ValueError(f"its payload states {stated} bytes, {size} are expected")
+    blob = zstandard.ZstdDecompressor().decompress(payload)
+    if len(blob) != size:
+        raise ValueError(f"its payload holds {len(blob)} bytes, {size} are expected")
+    return blob
+
+
+def _join(preimages: tuple[bytes, ...]) -> bytes:
+    return b"".join(struct.pack("<I", len(preimage)) + preimage for preimage in preimages)
+
+
+def _split(data: bytes) -> tuple[bytes, ...]:
+    parts, at = [], 0
+    while at < len(data):
+        (size,) = struct.unpack_from("<I", data, at)
+        parts.append(data[at + 4 : at + 4 + size])
+        at += 4 + size
+    if at != len(data) or len(parts) != len(COMPONENTS):
+        raise ValueError("its key's preimage is malformed")
+    return tuple(parts)
+
+
+# ---- may it run here? -----------------------------------------------------------------------------------------------
+
+
+def usable(entry: Entry, here: Mapping[str, str | None]) -> str | None:
+    """None where the entry may run here, else the reason in one line.
+
+    `here`: what this process has, by requirement name; a value of None is a thing that is not there.
+    """
+    for name, needed in entry.requirements.items():
+        found = here.get(name)
+        if found is None:
+            return f"it needs {name} {needed}, which is not known to be here"
+        if found != needed:
+            return f"it needs {name} {needed}, here is {found}"
+    return None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A stored entry as listings show it, without its plan."""
+
+    key: PlanKey
+    facts: Mapping[str, Any] = field(repr=False)
+    size_bytes: int
+    hits: int
+    last_used_at: float | None
+
+    @classmethod
+    def of(cls, preimage: bytes, facts: bytes, size_bytes: int, hits: int, last_used_at: float | None) -> Listed:
+        return cls(PlanKey(_split(preimage)), json.loads(facts), size_bytes, hits, last_used_at)
+
+    @cached_property
+    def description(self) -> Description:
+        return decode(self.key.components["signature"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as `plancache ls --json` prints it."""
+        components = self.key.components
+        return {
+            "key": self.key.hex,
+            "graph": self.description.summary,
+            "quality": self.facts["quality"],
+            "engine": self.facts["recipe"][0],
+            "device": json.loads(components["model"]),
+            "cudnn_version": json.loads(components["cudnn"])["version"],
+            "frontend_version": json.loads(components["frontend"]),
+            "workspace_bytes": self.facts["workspace_size"],
+            "plan_bytes": self.facts["blob_bytes"],
+            "stored_bytes": self.size_bytes,
+            "build_s": sum(self.facts["timings_s"].values()),
+            "created_at": self.facts["created_at"],
+            "hits": self.hits,
+            "last_used_at": self.last_used_at,
+        }

@@ -1,0 +1,340 @@
+"""The device and the libraries of this process or of a device file, as plain facts.
+
+Sources: the properties are those of `cudnn.create_device_properties(ordinal).serialize()`; which of them cuDNN
+compares when it loads a plan, and which variables change results, was measured (docs/environment.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from plancache.errors import DeviceError, DeviceFileError, LibraryError
+
+LIMITS = (
+    "maxGridSize",
+    "maxBlockSize",
+    "regsPerBlock",
+    "multiProcessorCount",
+    "maxSharedMemoryPerBlock",
+    "maxSharedMemoryPerBlockOptin",
+    "reservedSharedMemoryPerBlock",
+    "maxRegistersPerSM",
+    "maxThreadsPerBlock",
+    "maxThreadsPerSM",
+    "deviceVer",
+)
+"""Device properties that cuDNN compares when it loads a plan (ARCH_MISMATCH where one differs)."""
+
+REQUIRED = (*LIMITS, "driverVer", "deviceName")
+
+FRONTENDS = ((1, 32), (1, 33))
+"""Tested frontends: from the first version up to, not including, the second."""
+
+_RESULT_CHANGING = re.compile(r"NVIDIA_TF32_OVERRIDE|(CUDNN|CUBLAS|CUBLASLT|CUTE_DSL|FROST)_\w+")
+_LOG_OR_PLACE = re.compile(r"_(LOG|LOGS|LOGINFO|LOGERR|LOGWARN|LOGDEST|LOGLEVEL|LOGGING|PATH|DIR|HOME|ROOT|FILE|FOLDER)(_|$)")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: cuDNN's properties of it, and the cuDNN version that reported them (such as 91900).
+
+    `ordinal`: the CUDA device index in this process; None for a device file.
+    """
+
+    properties: Mapping[str, Any] = field(repr=False)
+    cudnn_version: int | None
+    ordinal: int | None = None
+
+    @classmethod
+    def current(cls, ordinal: int | None = None) -> Device:
+        """The CUDA device that is current in this thread, or the one named. Raises `DeviceError` where there is none."""
+        cudnn = load_frontend()
+        if ordinal is None:
+            ordinal = current_ordinal()
+        try:
+            properties = json.loads(cudnn.create_device_properties(ordinal).serialize())
+        except (RuntimeError, ValueError) as error:
+            raise DeviceError(f"cuDNN cannot tell the properties of CUDA device {ordinal} ({error})") from error
+        return cls(properties, cudnn.backend_version(), ordinal)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Device:
+        """A device file: JSON with `cudnn_version` and `properties`, or the bare properties.
+
+        A bare name such as `h200` takes the file that the package ships. Raises `DeviceFileError`.
+        """
+        text = _device_text(path)
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise DeviceFileError(
+                f"device file {path} is not JSON ({error}); write one with 'plancache doctor --write-device FILE'"
+            ) from None
+        wrapped = isinstance(data, dict) and "properties" in data
+        properties = data["properties"] if wrapped else data
+        missing = [name for name in REQUIRED if not isinstance(properties, dict) or name not in properties]
+        if missing:
+            raise DeviceFileError(
+                f"device file {path} lacks {', '.join(missing)}; write one on that GPU with 'plancache doctor --write-device FILE'"
+            )
+        version = data.get("cudnn_version") if wrapped else None
+        if version is not None and type(version) is not int:
+            raise DeviceFileError(f"device file {path}: cudnn_version must be a whole number such as 91900, not {version!r}")
+        return cls(properties, version)
+
+    @property
+    def is_file(self) -> bool:
+        return self.ordinal is None
+
+    @property
+    def model(self) -> str:
+        """The device's name, such as `NVIDIA H200`."""
+        return str(self.properties["deviceName"])
+
+    @cached_property
+    def sm_version(self) -> int:
+        """Compute capability times ten: 90 for 9.0."""
+        return int(self.properties["deviceVer"]) // 10
+
+    @property
+    def driver_version(self) -> int:
+        """The CUDA driver API version, such as 13000."""
+        return int(self.properties["driverVer"])
+
+    @cached_property
+    def properties_json(self) -> str:
+        """The properties as cuDNN reads them."""
+        return json.dumps(self.properties, separators=(",", ":"))
+
+    def to_json(self) -> str:
+        """The text of a device file."""
+        return json.dumps({"cudnn_version": self.cudnn_version, "properties": dict(self.properties)}, indent=1) + "\n"
+
+    def is_described_by(self, device_property: Any) -> bool:
+        """Whether cuDNN's property object is of a device on which the same plans are valid."""
+        try:
+            theirs = json.loads(device_property.serialize())
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
+        return all(theirs.get(name) == self.properties[name] for name in REQUIRED)
+
+
+def _device_text(path: str | os.PathLike[str]) -> str:
+    file = Path(path)
+    shipped = _SHIPPED / f"{os.fspath(path)}.json"
+    if re.fullmatch(r"[\w-]+", os.fspath(path)) and not file.exists() and shipped.exists():
+        file = shipped
+    try:
+        return file.read_text()
+    except OSError as error:
+        names = ", ".join(sorted(entry.stem for entry in _SHIPPED.glob("*.json")))
+        raise DeviceFileError(f"cannot read device file {path}: {error.strerror}; the package ships {names}") from None
+    except UnicodeDecodeError:
+        raise DeviceFileError(f"device file {path} is not text; write one with 'plancache doctor --write-device FILE'") from None
+
+
+_SHIPPED = Path(__file__).parent / "devices"
+
+
+# ---- libraries of this process --------------------------------------------------------------------------------------
+
+
+def load_frontend() -> Any:
+    """The `cudnn` module. Raises `LibraryError` that says what is missing and how to get it."""
+    try:
+        import cudnn
+    except ImportError as error:
+        raise LibraryError(f"cannot import cudnn ({error}); pip install nvidia-cudnn-frontend") from error
+    try:
+        cudnn.backend_version()
+    except RuntimeError as error:
+        raise LibraryError(
+            f"libcudnn cannot be loaded ({error}); pip install 'plancache[cudnn]', install torch with CUDA, "
+            "or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH"
+        ) from error
+    return cudnn
+
+
+def current_ordinal() -> int:
+    """The CUDA device that is current in this thread. Raises `DeviceError` where there is none."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.version.cuda:
+            return int(torch.cuda.current_device())
+        load_frontend()
+        from cudnn.frost.device import ambient_device
+
+        return int(ambient_device())
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise DeviceError(
+            f"no CUDA device to plan for ({error}); on a machine without a GPU pass device=plancache.Device.from_file(...)"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library: where it is, and its ELF build id (None where it has none)."""
+
+    path: str
+    build_id: str | None
+
+
+def mapped_libraries(pattern: str) -> list[str]:
+    """Paths of the shared libraries mapped into this process whose file name matches, sorted."""
+    name = re.compile(pattern)
+    with open("/proc/self/maps") as maps:
+        paths = {line[line.index("/") :].rstrip("\n") for line in maps if ".so" in line and "/" in line}
+    return sorted(path for path in paths if name.fullmatch(path.rpartition("/")[2]))
+
+
+def build_id(path: str) -> str | None:
+    """The GNU build id in an ELF file's notes (elf.h: PT_NOTE 4, NT_GNU_BUILD_ID 3), as hex."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(64)
+            if header[:6] != b"\x7fELF\x02\x01":
+                return None
+            (offset,), (size, count) = struct.unpack_from("<Q", header, 32), struct.unpack_from("<HH", header, 54)
+            file.seek(offset)
+            table = file.read(size * count)
+            for at in range(0, size * count, size):
+                kind, start, length = struct.unpack_from("<I4xQ16xQ", table, at)
+                if kind == 4:
+                    file.seek(start)
+                    if found := _build_id_note(file.read(min(length, 1 << 16))):
+                        return found
+    except (OSError, struct.error):
+        pass
+    return None
+
+
+def _build_id_note(notes: bytes) -> str | None:
+    at = 0
+    while at + 12 <= len(notes):
+        name_size, size, kind = struct.unpack_from("<III", notes, at)
+        start = at + 12 + (name_size + 3 & ~3)
+        if kind == 3 and notes[at + 12 : at + 16] == b"GNU\0":
+            return notes[start : start + size].hex()
+        at = start + (size + 3 & ~3)
+    return None
+
+
+def cudnn_libraries() -> tuple[dict[str, Library], str | None]:
+    """The libcudnn libraries beside the loaded one, by name; and why they are not known for certain, or None."""
+    mapped = mapped_libraries(r"libcudnn\.so(\.\d+)*")
+    if len(mapped) != 1:
+        found = " and ".join(mapped) or "none"
+        return {}, f"{found} mapped as libcudnn.so: which one cuDNN's frontend uses is not known"
+    folder = Path(mapped[0]).parent
+    names = sorted({path.name.split(".so")[0] for path in folder.glob("libcudnn*.so*")})
+    libraries = {}
+    for name in names:
+        path = _versioned(folder, name)
+        libraries[name] = Library(str(path), build_id(str(path)))
+    nameless = [library.path for library in libraries.values() if library.build_id is None]
+    return libraries, f"{nameless[0]} has no ELF build id" if nameless else None
+
+
+def _versioned(folder: Path, name: str) -> Path:
+    return max(folder.glob(f"{name}.so*"), key=lambda path: (path.name == f"{name}.so.9", path.name))
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """cuDNN and its frontend as loaded in this process; `unknown` says what could not be found out, or is None."""
+
+    cudnn_version: int
+    frontend_version: str
+    cudnn: Mapping[str, Library]
+    unknown: str | None
+
+    @classmethod
+    def loaded(cls) -> Libraries:
+        cudnn = load_frontend()
+        return cls(cudnn.backend_version(), str(cudnn.__version__), *cudnn_libraries())
+
+    @cached_property
+    def frontend_tested(self) -> bool:
+        """Whether plancache knows this frontend's graphs."""
+        return FRONTENDS[0] <= _version(self.frontend_version) < FRONTENDS[1]
+
+    @cached_property
+    def folder(self) -> str | None:
+        """The folder that libcudnn was loaded from."""
+        return next((os.path.dirname(library.path) for library in self.cudnn.values()), None)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+class Here(Mapping[str, "str | None"]):
+    """What an entry can require beyond its key, found out when asked; None where it is not there."""
+
+    NAMES = ("cublasLt", "nvidia-cutlass-dsl", "apache-tvm-ffi", "machine")
+
+    def __init__(self, libraries: Libraries) -> None:
+        self._libraries = libraries
+        self._found: dict[str, str | None] = {}
+
+    def __getitem__(self, name: str) -> str | None:
+        if name not in self._found:
+            found = self._find(name)
+            if found is None:
+                return None  # a library may still be loaded later
+            self._found[name] = found
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.NAMES)
+
+    def __len__(self) -> int:
+        return len(self.NAMES)
+
+    def _find(self, name: str) -> str | None:
+        if name == "machine":
+            return platform.machine()
+        if name == "cublasLt":
+            path = loaded_or_near(r"libcublasLt\.so\.\d+", self._libraries.folder)
+            return path and build_id(path)
+        if name in self.NAMES:
+            from importlib import metadata
+
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                return None
+        return None
+
+
+def loaded_or_near(pattern: str, cudnn_folder: str | None) -> str | None:
+    """The library that cuDNN uses: the one mapped, else the one in the packages beside cuDNN's, which it looks in."""
+    mapped = mapped_libraries(pattern)
+    if len(mapped) == 1:
+        return mapped[0]
+    if mapped or cudnn_folder is None:
+        return None
+    packages = Path(cudnn_folder).parent.parent
+    near = [path for folder in ("cu13", "cublas", "cuda_nvrtc") for path in packages.glob(f"{folder}/lib/lib*.so.*")]
+    found = [str(path) for path in near if re.fullmatch(pattern, path.name)]
+    return found[0] if len(found) == 1 else None
+
+
+def result_changing_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables that can change what cuDNN plans or computes, as set now (logs and places apart)."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name[0] in "NCF" and _RESULT_CHANGING.fullmatch(name) and not _LOG_OR_PLACE.search(name)
+    }

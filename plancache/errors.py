@@ -1,0 +1,86 @@
+"""Every exception and warning of plancache. Facts are attributes; the message names the cure.
+
+cuDNN's own errors (`cudnn.cudnnGraphNotSupportedError` and the like) pass through unchanged.
+"""
+
+from __future__ import annotations
+
+
+class PlancacheError(Exception):
+    """Base of all errors that plancache raises."""
+
+
+class PlancacheWarning(UserWarning):
+    """Something is degraded, but every plan handed out is still right."""
+
+
+class SettingsError(PlancacheError, ValueError):
+    """A setting or one of plancache's environment variables has a value that it cannot have."""
+
+
+class GraphStateError(PlancacheError, ValueError):
+    """The graph is empty, or its caller already planned or built it."""
+
+
+class UncacheableGraphError(PlancacheError, ValueError):
+    """The graph cannot be copied exactly, and this request needs a copy (`reason` says why)."""
+
+    def __init__(self, reason: str, cure: str) -> None:
+        super().__init__(f"this graph cannot be cached: {reason}; {cure}")
+        self.reason = reason
+        self.cure = cure
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.reason, self.cure)
+
+
+class PlanNotFoundError(PlancacheError, LookupError):
+    """No stored plan answers the request, and building was forbidden (`digest` names the key)."""
+
+    def __init__(self, digest: str, summary: str, reason: str) -> None:
+        super().__init__(
+            f"no stored plan for {summary} (key {digest[:16]}): {reason}; "
+            "build it beforehand (plancache warm) or allow builds (build='allow', PLANCACHE_BUILD=allow)"
+        )
+        self.digest = digest
+        self.summary = summary
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.digest, self.summary, self.reason)
+
+
+class OperandError(PlancacheError, ValueError):
+    """An operand given to a plan is missing, foreign, or not what the graph declares."""
+
+
+class WorkspaceError(PlancacheError, RuntimeError):
+    """The plan needs a workspace that was not given, is too small, or cannot be allocated now."""
+
+
+class NotExecutableError(PlancacheError, RuntimeError):
+    """The plan was made for a device file, or its cache is closed: it can be inspected, not run."""
+
+
+class DeviceError(PlancacheError, RuntimeError):
+    """There is no GPU to plan for, or the one named does not exist."""
+
+
+class DeviceFileError(PlancacheError, ValueError):
+    """A device file cannot be read, lacks properties, or comes from another cuDNN version."""
+
+
+class LibraryError(PlancacheError, ImportError):
+    """nvidia-cudnn-frontend or libcudnn cannot be loaded."""
+
+
+class CompilerError(PlancacheError, RuntimeError):
+    """Building without a GPU is not possible here, or the child process that does it died."""
+
+
+class StoreError(PlancacheError, OSError):
+    """The cache could not be read or written. Raised only in strict mode, else a warning and a miss."""
+
+
+class CorruptEntryError(StoreError):
+    """A stored entry does not match its checksum or its key."""

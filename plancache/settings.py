@@ -1,0 +1,108 @@
+"""Where things are and how the cache behaves; the only reader of plancache's environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from plancache.errors import SettingsError
+
+Mode = Literal["readwrite", "readonly", "off"]
+Build = Literal["allow", "forbid", "lookup"]
+
+LOCK_TIMEOUT_S = 600.0
+"""Default bound on waiting for another builder of the same key, in seconds: longer than any build seen."""
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("1", "0", "true", "false", "yes", "no", "on", "off", ""):
+        raise ValueError("must be 1 or 0")
+    return text.lower() in ("1", "true", "yes", "on")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError("must be a finite number of seconds, 0 or more")
+    return seconds
+
+
+def _directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError("must be an absolute path, so that every process finds the same directory")
+    return path
+
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "directory": ("PLANCACHE_DIR", _directory),
+    "mode": ("PLANCACHE_MODE", _choice("readwrite", "readonly", "off")),
+    "build": ("PLANCACHE_BUILD", _choice("allow", "forbid")),
+    "strict": ("PLANCACHE_STRICT", _flag),
+    "lock_timeout_s": ("PLANCACHE_LOCK_TIMEOUT_S", _seconds),
+}
+
+
+def default_directory() -> Path:
+    """The user's cache directory of this platform (`~/.cache/plancache` on Linux)."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("plancache", appauthor=False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a cache behaves.
+
+    `directory`: holds the database and its locks. `mode`: `readwrite`, `readonly` (nothing is stored) or
+    `off` (memory only). `build`: what a miss does, `allow` builds, `forbid` raises `PlanNotFoundError`.
+    `strict`: cache faults raise `StoreError` in place of one warning and a miss. `lock_timeout_s`: seconds to
+    wait for another builder of the same key before one more build goes on.
+    """
+
+    directory: Path = field(default_factory=default_directory)
+    mode: Mode = "readwrite"
+    build: Build = "allow"
+    strict: bool = False
+    lock_timeout_s: float = LOCK_TIMEOUT_S
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where each value came from: a variable's name, `argument` or `default`."""
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Settings:
+        """Settings from arguments, else the environment, else the defaults; `None` counts as not given."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sources = dict.fromkeys(values, "argument")
+        for name, (variable, parse) in _VARIABLES.items():
+            text = environ.get(variable, "")
+            if name in values or not text:
+                continue
+            try:
+                values[name] = parse(text)
+            except ValueError as error:
+                raise SettingsError(f"{variable}={text!r} {error}") from None
+            sources[name] = variable
+        if "directory" in values:
+            values["directory"] = Path(values["directory"]).expanduser().absolute()
+        known = {f.name for f in fields(cls) if f.name != "sources"}
+        if unknown := values.keys() - known:
+            raise SettingsError(f"unknown setting {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
+        return cls(**values, sources={name: sources.get(name, "default") for name in known})
+
+    @property
+    def database(self) -> Path:
+        """The SQLite file of this cache directory."""
+        return self.directory / "plans-1.sqlite3"

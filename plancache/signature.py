@@ -1,0 +1,479 @@
+"""Graph -> signature: the canonical, complete description of a described graph, and what is uncacheable and why.
+
+Names, uids and the order in which tensors were made do not count; everything that a plan bakes in does. What
+this module does not know, it refuses. It reads the frontend's objects by duck typing and imports no cudnn.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from plancache.errors import GraphStateError
+
+VERSION = 1
+"""Goes into every signature: another encoding is another key."""
+
+TENSOR_FIELDS = (
+    "data_type",
+    "dim",
+    "stride",
+    "dim_assigned",
+    "stride_assigned",
+    "is_virtual",
+    "is_pass_by_value",
+    "pass_by_value",
+    "scalar_type",
+    "reordering_type",
+    "ragged_offset",
+    "ragged_offset_multiplier",
+    "alignment_value",
+)
+CONTEXT_FIELDS = ("io_data_type", "intermediate_data_type", "compute_data_type")
+OPTION_FIELDS = (
+    "sm_count",
+    "sm_version",
+    "is_dynamic_shape_enabled",
+    "is_override_shape_enabled",
+    "cuda_graph_retention",
+    "is_cuda_graph_replay_expected",
+)
+
+_LABELS = {"name", "uid", "uid_assigned", "owner"}
+_KNOWN_TENSOR = frozenset(TENSOR_FIELDS) | _LABELS
+_KNOWN_NODE = frozenset(("name", "node_type", "compute_data_type", "inputs", "outputs", "params"))
+_KNOWN_OPTIONS = frozenset(OPTION_FIELDS) | {"name", "kernel_cache", "device_property"}
+_KNOWN_PARAMETERS = _KNOWN_OPTIONS | frozenset(CONTEXT_FIELDS) | {"self", "handle"}
+# What a 1.32 pygraph holds besides its description: caches and the state of planning.
+_KNOWN_STATE = frozenset(
+    [
+        "_context",
+        "_handle",
+        "_cpp_graph_kwargs",
+        "is_cuda_graph_replay_expected",
+        "_nodes",
+        "_tensors",
+        "_tensor_by_uid",
+        "_next_uid",
+        "_node_count",
+        "_lowered_graph",
+        "_is_validated",
+        "_is_built",
+        "_data_bindings",
+        "_plans",
+        "_planning_done",
+        "_frozen",
+        "_plan_index",
+        "_backend_heuristics",
+        "_cpp_plans_created",
+        "_compiled_plans",
+        "_plan_kernel_entries",
+        "_cpp_bog_done",
+        "_cpp_tensors",
+        "_reserved_uids",
+        "_ambiguous_names",
+        "_candidates",
+        "_facts",
+        "_backend_declined",
+        "_backend_entries",
+        "_backend_mode_spans",
+        "_barred_names",
+        "_workspace_limit",
+        "_note_filters",
+        "_plan_pinned",
+        "_sorted_uids",
+        "_declared_layout_native",
+        "_slot_of_uid",
+        "_ordered_binding_schema",
+        "_ordered_binding_uids",
+        "_selected_engine_cache",
+    ]
+)
+
+
+class Uncacheable(Exception):
+    """The graph cannot be copied exactly; `args[0]` is the reason."""
+
+    @property
+    def reason(self) -> str:
+        return str(self.args[0])
+
+
+class Reading(NamedTuple):
+    """What `read` found: the signature; the caller's tensors in canonical order (canonical uid = index + 1); and the
+    scratch graph that it was read from, with its own tensors in the same order."""
+
+    signature: bytes
+    tensors: tuple[Any, ...]
+    scratch: Any
+    clones: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Description:
+    """A decoded signature. Tensors are named by canonical uid, from 1; enums are `Enum` values."""
+
+    context: dict[str, Any]
+    options: dict[str, Any]
+    tensors: tuple[dict[str, Any], ...]
+    nodes: tuple[dict[str, Any], ...]
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations in order, in the frontend's terms: `("matmul", "bias", "gelu")`."""
+        return tuple(
+            str(node["params"].get("mode", "")) if node["node_type"] == "POINTWISE" else node["node_type"].lower() for node in self.nodes
+        )
+
+    @property
+    def summary(self) -> str:
+        """One line for people: operations, then type and dims of what goes in."""
+        first = self.nodes[0]["inputs"]
+        shapes = (self.tensors[uid - 1] for uid in first.values())
+        text = ", ".join("x".join(map(str, t["dim"])) for t in shapes if not t["is_pass_by_value"])
+        types = {t["data_type"].member for t in self.tensors if not t["is_virtual"] and t["data_type"] is not None}
+        return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
+
+
+class Enum(NamedTuple):
+    """An enumeration member of the frontend, by name."""
+
+    kind: str
+    member: str
+
+
+# ---- the caller's graph, left as it is ------------------------------------------------------------------------------
+
+
+class Target(Protocol):
+    """The device that a graph is read for: what names the same device in the graph itself says nothing new."""
+
+    @property
+    def sm_version(self) -> int: ...
+
+    def is_described_by(self, device_property: Any) -> bool: ...
+
+
+def read(graph: Any, target: Target) -> Reading:
+    """Signature of a described graph that nobody planned yet; a graph that names the target has the key of one that does not.
+
+    Raises `GraphStateError` for an empty or planned graph, `Uncacheable` for what cannot be copied exactly, and
+    the frontend's own `ValueError` for dims that do not fit.
+    """
+    _check_state(graph)
+    _check_known(graph, target)
+    options = _options(graph, target.sm_version)
+    scratch, originals = clone(graph)
+    _infer(scratch)
+    node = scratch._unlowerable_node()
+    if node is not None:
+        raise Uncacheable(f"{node.node_type.name.lower()} runs on a Python engine of the frontend only")
+    numbers: dict[int, int] = {}
+    tensors: list[Any] = []
+    nodes = b"".join([_node_bytes(node, numbers, tensors) for node in scratch._nodes])
+    context = scratch._context
+    signature = b"i%d:%bl3:%b%b%bl%d:%bl%d:%b" % (
+        VERSION,
+        _bytes(options),
+        _data_type(context.io_data_type),
+        _data_type(context.intermediate_data_type),
+        _data_type(context.compute_data_type),
+        len(tensors),
+        b"".join([_tensor_bytes(tensor, numbers) for tensor in tensors]),
+        len(scratch._nodes),
+        nodes,
+    )
+    return Reading(signature, tuple([originals[id(t)] for t in tensors]), scratch, tuple(tensors))
+
+
+def clone(graph: Any) -> tuple[Any, dict[int, Any]]:
+    """A scratch graph with nodes and tensors of its own, not lowered; and id(clone) -> the caller's tensor."""
+    scratch = object.__new__(type(graph))
+    scratch.__dict__.update(graph.__dict__)
+    clones: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
+
+    def copied(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        mine = clones.get(id(tensor))
+        if mine is None:
+            mine = clones[id(tensor)] = object.__new__(type(tensor))
+            attributes = mine.__dict__
+            attributes.update(tensor.__dict__)
+            attributes["owner"] = None
+            originals[id(mine)] = tensor
+            if tensor.ragged_offset is not None:
+                attributes["ragged_offset"] = copied(tensor.ragged_offset)
+        return mine
+
+    nodes = []
+    for node in graph._nodes:
+        mine = object.__new__(type(node))
+        mine.__dict__.update(node.__dict__)
+        mine.inputs = {port: copied(t) for port, t in node.inputs.items()}
+        mine.outputs = {port: copied(t) for port, t in node.outputs.items()}
+        mine.params = dict(node.params)
+        nodes.append(mine)
+    scratch._nodes = nodes
+    scratch._tensors = {name: copied(t) for name, t in graph._tensors.items()}
+    scratch._tensor_by_uid = {t.uid: t for t in clones.values()}
+    scratch._cpp_graph_kwargs = dict(graph._cpp_graph_kwargs)
+    scratch._cpp_tensors = {}
+    scratch._lowered_graph = None
+    scratch._frozen = scratch._is_validated = scratch._cpp_bog_done = False
+    scratch._candidates = scratch._backend_entries = None
+    scratch._facts = {}
+    return scratch, originals
+
+
+def _infer(scratch: Any) -> None:
+    """The frontend's own inference of types and dims, without its lowering and engine imports."""
+    scratch._lowered_graph = _NOT_LOWERED
+    try:
+        type(scratch).validate(scratch)
+    finally:
+        scratch._lowered_graph = None
+
+
+_NOT_LOWERED = object()  # validate() lowers only where this attribute is None
+
+
+def _check_state(graph: Any) -> None:
+    if not hasattr(graph, "_nodes") or not hasattr(graph, "_cpp_graph_kwargs"):
+        raise GraphStateError(
+            f"expected a cudnn.pygraph, got {type(graph).__module__}.{type(graph).__qualname__}; "
+            "describe the computation with cudnn.pygraph(...) and hand that object over"
+        )
+    if not graph._nodes:
+        raise GraphStateError("the graph is empty; add at least one operation before planning it")
+    if graph._planning_done or graph._is_built:
+        raise GraphStateError(
+            "the graph is already planned or built; hand plancache a graph that is only described "
+            "(no create_execution_plans(), build() or execute() on it)"
+        )
+
+
+def _check_known(graph: Any, target: Target) -> None:
+    for name in _unknown_parameters(type(graph)):
+        raise Uncacheable(f"this frontend's pygraph takes a parameter {name!r} that plancache does not know")
+    for name in graph.__dict__.keys() - _KNOWN_STATE:
+        if graph.__dict__[name]:
+            raise Uncacheable(f"the graph has an attribute {name!r} that plancache does not know")
+    if graph._cpp_bog_done:
+        raise Uncacheable("build_operation_graph() already changed its tensors")
+    if graph._barred_names or graph._note_filters or graph._workspace_limit is not None:
+        raise Uncacheable("plan filters are set on the graph; pass them as plancache.Constraints")
+    for name in graph._cpp_graph_kwargs.keys() - _KNOWN_OPTIONS:
+        raise Uncacheable(f"the graph has an option {name!r} that plancache does not know")
+    if "kernel_cache" in graph._cpp_graph_kwargs:
+        raise Uncacheable("the graph brings its own kernel cache")
+    properties = graph._cpp_graph_kwargs.get("device_property")
+    if properties is not None and not target.is_described_by(properties):
+        raise Uncacheable("the graph brings the properties of another device than the cache plans for")
+
+
+@lru_cache(maxsize=8)
+def _unknown_parameters(graph_type: type) -> tuple[str, ...]:
+    code = graph_type.__init__.__code__  # type: ignore[misc]  # a plain function in every frontend that is known
+    return tuple(name for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name not in _KNOWN_PARAMETERS)
+
+
+def _options(graph: Any, sm_version: int) -> list[Any]:
+    given = graph._cpp_graph_kwargs
+    values = [given.get(name) for name in OPTION_FIELDS[:-1]]
+    if values[1] == sm_version:
+        values[1] = None
+    return [*values, graph.is_cuda_graph_replay_expected]
+
+
+def _node_bytes(node: Any, numbers: dict[int, int], tensors: list[Any]) -> bytes:
+    if not _KNOWN_NODE.issuperset(node.__dict__):
+        raise Uncacheable(f"a node has an attribute {min(node.__dict__.keys() - _KNOWN_NODE)!r} that plancache does not know")
+    kind, inputs = node.node_type.name, node.inputs
+    ordered = sorted(inputs)
+    if kind == "POINTWISE" and list(inputs) != ordered:
+        raise Uncacheable("a pointwise node lists its inputs out of order")
+    for name, value in node.params.items():
+        if callable(value):
+            raise Uncacheable(f"{kind.lower()} has a callable, {name}")
+    parts = [b"l5:", _text(kind), _data_type(node.compute_data_type), _mapping(node.params)]
+    for ports, names in ((inputs, ordered), (node.outputs, sorted(node.outputs))):
+        parts.append(b"d%d:" % len(names))
+        parts += [_port(name, numbers.get(id(ports[name])) or _number(ports[name], numbers, tensors)) for name in names]
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=4096)
+def _port(name: str, number: int) -> bytes:
+    return _text(name) + b"i%d:" % number
+
+
+def _number(tensor: Any, numbers: dict[int, int], tensors: list[Any]) -> int:
+    """The canonical uid of a tensor: its place in a walk over the ports, from 1."""
+    tensors.append(tensor)
+    number = numbers[id(tensor)] = len(tensors)
+    if tensor.ragged_offset is not None and id(tensor.ragged_offset) not in numbers:
+        _number(tensor.ragged_offset, numbers, tensors)
+    return number
+
+
+# ---- bytes: every value carries its type, every sequence its length -------------------------------------------------
+
+_PLAIN = (None, None, None, None)  # no value, scalar type, reordering or ragged offset
+_PLAIN_TENSOR = b"n:n:n:n:i1:i1:"  # and multiplier and alignment 1
+
+
+def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
+    field = tensor.__dict__
+    if len(field) != len(_KNOWN_TENSOR):
+        _refuse_surplus(field)
+    ragged = field["ragged_offset"]
+    tail = (field["pass_by_value"], field["scalar_type"], field["reordering_type"], ragged and numbers[id(ragged)])
+    multiplier, alignment = field["ragged_offset_multiplier"], field["alignment_value"]
+    return b"l13:%b%b%b%b%b%b%b%b" % (
+        _data_type(field["data_type"]),
+        _extents(*field["dim"]),
+        _extents(*field["stride"]),
+        b"y:" if field["dim_assigned"] else b"o:",
+        b"y:" if field["stride_assigned"] else b"o:",
+        b"y:" if field["is_virtual"] else b"o:",
+        b"y:" if field["is_pass_by_value"] else b"o:",
+        _PLAIN_TENSOR if tail == _PLAIN and multiplier == 1 == alignment else _tail(*tail, multiplier, alignment),
+    )
+
+
+def _tail(value: Any, scalar_type: Any, reordering: Any, *rest: Any) -> bytes:
+    if reordering is not None and reordering.name == "NONE":
+        reordering = None
+    return b"".join(map(_bytes, (value, scalar_type, reordering, *rest)))
+
+
+def _refuse_surplus(field: Mapping[str, Any]) -> None:
+    for name, value in field.items():
+        if name not in _KNOWN_TENSOR and value not in (None, False, 0, 1):
+            raise Uncacheable(f"a tensor has an attribute {name!r} that plancache does not know")
+
+
+def _data_type(value: Any) -> bytes:
+    """A data type, which may be given as torch's."""
+    known = _DATA_TYPES.get(id(value))
+    if known is None:
+        if type(value).__module__ == "torch":
+            known = value, _bytes(sys.modules["cudnn.datatypes"]._torch_to_cudnn_data_type(value))
+        else:
+            known = value, _bytes(value)
+        _DATA_TYPES[id(value)] = known
+    return known[1]
+
+
+# By identity, with the object beside it so that no id is used again: hashing an enum runs Python code.
+_DATA_TYPES: dict[int, tuple[Any, bytes]] = {}
+
+
+@lru_cache(maxsize=4096)
+def _extents(*values: Any) -> bytes:
+    """Dims or strides in elements, as plain integers (builders take torch.Size and numpy integers too)."""
+    return b"t%d:%b" % (len(values), b"".join(b"i%d:" % operator.index(value) for value in values))
+
+
+def _bytes(value: Any) -> bytes:
+    kind = type(value)
+    if kind is int:
+        return b"i%d:" % value
+    if value is None:
+        return b"n:"
+    if kind is str:
+        return _text(value)
+    if kind is bool:
+        return b"y:" if value else b"o:"
+    if kind is tuple or kind is list:
+        return b"%c%d:%b" % (b"t" if kind is tuple else b"l", len(value), b"".join(map(_bytes, value)))
+    if kind is float:
+        text = value.hex().encode()
+        return b"f%d:%b" % (len(text), text)
+    if kind is dict:
+        return _mapping(value)
+    if kind is slice:
+        return b"z:" + b"".join(map(_bytes, (value.start, value.stop, value.step)))
+    return _enum(value)
+
+
+@lru_cache(maxsize=1024)
+def _text(value: str) -> bytes:
+    text = value.encode()
+    return b"s%d:%b" % (len(text), text)
+
+
+def _mapping(value: dict[Any, Any]) -> bytes:
+    if not all(type(name) is str for name in value):
+        raise Uncacheable("a parameter is a mapping with keys that are not strings")
+    return b"d%d:%b" % (len(value), b"".join(_text(name) + _bytes(value[name]) for name in sorted(value)))
+
+
+@lru_cache(maxsize=512, typed=True)
+def _enum(value: Any) -> bytes:
+    kind = type(value)
+    if not hasattr(kind, "__members__") or not kind.__module__.startswith("cudnn"):
+        raise Uncacheable(f"a parameter has the type {kind.__module__}.{kind.__qualname__}, which plancache does not know")
+    text = f"{kind.__name__}.{value.name}".encode()
+    return b"e%d:%b" % (len(text), text)
+
+
+# ---- and back -------------------------------------------------------------------------------------------------------
+
+
+def decode(signature: bytes) -> Description:
+    """The description that a signature stands for. Raises `ValueError` for bytes that are not one."""
+    reader = _Reader(signature)
+    version, options, context, tensors, nodes = (reader.value() for _ in range(5))
+    if version != VERSION or reader.at != len(signature):
+        raise ValueError(f"not a signature of version {VERSION}")
+    names = ("node_type", "compute_data_type", "params", "inputs", "outputs")
+    return Description(
+        context=dict(zip(CONTEXT_FIELDS, context, strict=True)),
+        options=dict(zip(OPTION_FIELDS, options, strict=True)),
+        tensors=tuple(dict(zip(TENSOR_FIELDS, record, strict=True)) for record in tensors),
+        nodes=tuple(dict(zip(names, record, strict=True)) for record in nodes),
+    )
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def value(self) -> Any:
+        end = self.data.index(b":", self.at)
+        tag, number = self.data[self.at : self.at + 1], self.data[self.at + 1 : end]
+        self.at = end + 1
+        if tag == b"i":
+            return int(number)
+        if tag in b"lt":
+            items = [self.value() for _ in range(int(number))]
+            return items if tag == b"l" else tuple(items)
+        if tag in b"nyo":
+            return {b"n": None, b"y": True, b"o": False}[tag]
+        if tag == b"z":
+            return slice(self.value(), self.value(), self.value())
+        if tag == b"d":
+            return {self.value(): self.value() for _ in range(int(number))}
+        return self._text(tag, int(number))
+
+    def _text(self, tag: bytes, length: int) -> Any:
+        text = self.data[self.at : self.at + length].decode()
+        self.at += length
+        if len(text.encode()) != length:
+            raise ValueError("the signature is truncated")
+        if tag == b"s":
+            return text
+        if tag == b"f":
+            return float.fromhex(text)
+        if tag == b"e":
+            kind, _, member = text.partition(".")
+            return Enum(kind, member)
+        raise ValueError(f"unknown tag {tag!r} in a signature")
