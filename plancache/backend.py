@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
+from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
-from plancache.signature import Description, Enum, Reading, Uncacheable, decode
+from plancache.signature import Description, Reading, Uncacheable, decode
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 
@@ -159,7 +161,7 @@ class CudnnBackend:
             clock.append(time.perf_counter())
             blob = copy.serialize(as_bytes=True)  # at once: a loaded graph that is serialized again loses its tensor table
             clock.append(time.perf_counter())
-            seconds = [after - before for before, after in zip(clock, clock[1:], strict=False)]
+            seconds = [after - before for before, after in pairwise(clock)]
             return self._built(copy, blob, dict(zip(("lower", "plan", "build", "serialize"), seconds, strict=True)))
 
     def build_unchanged(self, graph: Any) -> tuple[Executable, list[tuple[Any, Layout, bool]], int]:
@@ -234,6 +236,11 @@ class CudnnBackend:
             graph = cudnn.pygraph(device_property=self.properties())
             graph.deserialize(blob)
         return Executable(graph, operands, handle)
+
+    def check_loads(self, blob: bytes) -> None:
+        """Loads a plan without a device, and drops it. Raises whatever cuDNN raises."""
+        if not blob.startswith(_PYTHON_PLAN):
+            load_frontend().pygraph(device_property=self.properties()).deserialize(blob)
 
     def handle(self) -> Any:
         """This thread's cuDNN handle of this device."""

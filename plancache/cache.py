@@ -61,7 +61,7 @@ class Statistics:
 class Failure(NamedTuple):
     """A graph that `warm` could not plan, by its place in the iteration, and why."""
 
-    index: int
+    position: int
     error: Exception
 
 

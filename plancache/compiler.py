@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -73,10 +74,8 @@ class Compiler:
         if child is not None:
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
-                    try:
+                    with suppress(BrokenPipeError):
                         pipe.close()
-                    except BrokenPipeError:
-                        pass
             child.wait()
 
     def close(self) -> None:
@@ -125,8 +124,8 @@ def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any])
         from plancache.backend import CudnnBackend
 
         backend = backends[device.properties_json] = CudnnBackend(device)
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in request["constraints"].items()}
-    built = backend.build(signature, Constraints(**given))
+    built = backend.build(signature, Constraints(**request["constraints"]))
+    backend.check_loads(built.blob)
     return {"facts": encode_facts(built).decode()}, built.blob
 
 
@@ -141,7 +140,7 @@ def provide_driver(driver_version: int) -> None:
     except OSError:
         pass
     with tempfile.TemporaryDirectory(prefix="plancache-") as folder:
-        library = os.path.join(folder, "libcuda.so.1")
+        library = f"{folder}/libcuda.so.1"
         compile_stub(library, driver_version)
         ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # stays mapped when its folder goes
 

@@ -77,16 +77,12 @@ class Device:
         try:
             data = json.loads(text)
         except ValueError as error:
-            raise DeviceFileError(
-                f"device file {path} is not JSON ({error}); write one with 'plancache doctor --write-device FILE'"
-            ) from None
+            raise DeviceFileError(f"device file {path} is not JSON ({error}); {_WRITE_ONE}") from None
         wrapped = isinstance(data, dict) and "properties" in data
         properties = data["properties"] if wrapped else data
         missing = [name for name in REQUIRED if not isinstance(properties, dict) or name not in properties]
         if missing:
-            raise DeviceFileError(
-                f"device file {path} lacks {', '.join(missing)}; write one on that GPU with 'plancache doctor --write-device FILE'"
-            )
+            raise DeviceFileError(f"device file {path} lacks {', '.join(missing)}; {_WRITE_ONE}")
         version = data.get("cudnn_version") if wrapped else None
         if version is not None and type(version) is not int:
             raise DeviceFileError(f"device file {path}: cudnn_version must be a whole number such as 91900, not {version!r}")
@@ -140,9 +136,10 @@ def _device_text(path: str | os.PathLike[str]) -> str:
         names = ", ".join(sorted(entry.stem for entry in _SHIPPED.glob("*.json")))
         raise DeviceFileError(f"cannot read device file {path}: {error.strerror}; the package ships {names}") from None
     except UnicodeDecodeError:
-        raise DeviceFileError(f"device file {path} is not text; write one with 'plancache doctor --write-device FILE'") from None
+        raise DeviceFileError(f"device file {path} is not text; {_WRITE_ONE}") from None
 
 
+_WRITE_ONE = "write one on that GPU with 'plancache doctor --write-device FILE'"
 _SHIPPED = Path(__file__).parent / "devices"
 
 
@@ -271,7 +268,7 @@ class Libraries:
     @cached_property
     def folder(self) -> str | None:
         """The folder that libcudnn was loaded from."""
-        return next((os.path.dirname(library.path) for library in self.cudnn.values()), None)
+        return next((str(Path(library.path).parent) for library in self.cudnn.values()), None)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -6,13 +6,13 @@ this module does not know, it refuses. It reads the frontend's objects by duck t
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+from plancache.encoding import Reader, UnknownTypeError, encode, encode_extents, encode_mapping, encode_text
 from plancache.errors import GraphStateError
 
 VERSION = 1
@@ -50,48 +50,14 @@ _KNOWN_OPTIONS = frozenset(OPTION_FIELDS) | {"name", "kernel_cache", "device_pro
 _KNOWN_PARAMETERS = _KNOWN_OPTIONS | frozenset(CONTEXT_FIELDS) | {"self", "handle"}
 # What a 1.32 pygraph holds besides its description: caches and the state of planning.
 _KNOWN_STATE = frozenset(
-    [
-        "_context",
-        "_handle",
-        "_cpp_graph_kwargs",
-        "is_cuda_graph_replay_expected",
-        "_nodes",
-        "_tensors",
-        "_tensor_by_uid",
-        "_next_uid",
-        "_node_count",
-        "_lowered_graph",
-        "_is_validated",
-        "_is_built",
-        "_data_bindings",
-        "_plans",
-        "_planning_done",
-        "_frozen",
-        "_plan_index",
-        "_backend_heuristics",
-        "_cpp_plans_created",
-        "_compiled_plans",
-        "_plan_kernel_entries",
-        "_cpp_bog_done",
-        "_cpp_tensors",
-        "_reserved_uids",
-        "_ambiguous_names",
-        "_candidates",
-        "_facts",
-        "_backend_declined",
-        "_backend_entries",
-        "_backend_mode_spans",
-        "_barred_names",
-        "_workspace_limit",
-        "_note_filters",
-        "_plan_pinned",
-        "_sorted_uids",
-        "_declared_layout_native",
-        "_slot_of_uid",
-        "_ordered_binding_schema",
-        "_ordered_binding_uids",
-        "_selected_engine_cache",
-    ]
+    """
+    _context _handle _cpp_graph_kwargs is_cuda_graph_replay_expected _nodes _tensors _tensor_by_uid _next_uid _node_count
+    _lowered_graph _is_validated _is_built _data_bindings _plans _planning_done _frozen _plan_index _backend_heuristics
+    _cpp_plans_created _compiled_plans _plan_kernel_entries _cpp_bog_done _cpp_tensors _reserved_uids _ambiguous_names
+    _candidates _facts _backend_declined _backend_entries _backend_mode_spans _barred_names _workspace_limit _note_filters
+    _plan_pinned _sorted_uids _declared_layout_native _slot_of_uid _ordered_binding_schema _ordered_binding_uids
+    _selected_engine_cache
+    """.split()
 )
 
 
@@ -139,13 +105,6 @@ class Description:
         return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
 
 
-class Enum(NamedTuple):
-    """An enumeration member of the frontend, by name."""
-
-    kind: str
-    member: str
-
-
 # ---- the caller's graph, left as it is ------------------------------------------------------------------------------
 
 
@@ -172,13 +131,22 @@ def read(graph: Any, target: Target) -> Reading:
     node = scratch._unlowerable_node()
     if node is not None:
         raise Uncacheable(f"{node.node_type.name.lower()} runs on a Python engine of the frontend only")
-    numbers: dict[int, int] = {}
     tensors: list[Any] = []
+    try:
+        signature = _encode(scratch, options, tensors)
+    except UnknownTypeError as error:
+        raise Uncacheable(str(error)) from None
+    return Reading(signature, tuple([originals[id(t)] for t in tensors]), scratch, tuple(tensors))
+
+
+def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
+    """The signature of an inferred scratch graph; collects its tensors in canonical order."""
+    numbers: dict[int, int] = {}
     nodes = b"".join([_node_bytes(node, numbers, tensors) for node in scratch._nodes])
     context = scratch._context
-    signature = b"i%d:%bl3:%b%b%bl%d:%bl%d:%b" % (
+    return b"i%d:%bl3:%b%b%bl%d:%bl%d:%b" % (
         VERSION,
-        _bytes(options),
+        encode(options),
         _data_type(context.io_data_type),
         _data_type(context.intermediate_data_type),
         _data_type(context.compute_data_type),
@@ -187,7 +155,6 @@ def read(graph: Any, target: Target) -> Reading:
         len(scratch._nodes),
         nodes,
     )
-    return Reading(signature, tuple([originals[id(t)] for t in tensors]), scratch, tuple(tensors))
 
 
 def clone(graph: Any) -> tuple[Any, dict[int, Any]]:
@@ -259,7 +226,7 @@ def _check_state(graph: Any) -> None:
 
 
 def _check_known(graph: Any, target: Target) -> None:
-    for name in _unknown_parameters(type(graph)):
+    for name in _unknown_parameters(type(graph).__init__):
         raise Uncacheable(f"this frontend's pygraph takes a parameter {name!r} that plancache does not know")
     for name in graph.__dict__.keys() - _KNOWN_STATE:
         if graph.__dict__[name]:
@@ -278,8 +245,8 @@ def _check_known(graph: Any, target: Target) -> None:
 
 
 @lru_cache(maxsize=8)
-def _unknown_parameters(graph_type: type) -> tuple[str, ...]:
-    code = graph_type.__init__.__code__  # type: ignore[misc]  # a plain function in every frontend that is known
+def _unknown_parameters(constructor: Any) -> tuple[str, ...]:
+    code = constructor.__code__
     return tuple(name for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if name not in _KNOWN_PARAMETERS)
 
 
@@ -301,7 +268,7 @@ def _node_bytes(node: Any, numbers: dict[int, int], tensors: list[Any]) -> bytes
     for name, value in node.params.items():
         if callable(value):
             raise Uncacheable(f"{kind.lower()} has a callable, {name}")
-    parts = [b"l5:", _text(kind), _data_type(node.compute_data_type), _mapping(node.params)]
+    parts = [b"l5:", encode_text(kind), _data_type(node.compute_data_type), encode_mapping(node.params)]
     for ports, names in ((inputs, ordered), (node.outputs, sorted(node.outputs))):
         parts.append(b"d%d:" % len(names))
         parts += [_port(name, numbers.get(id(ports[name])) or _number(ports[name], numbers, tensors)) for name in names]
@@ -310,7 +277,7 @@ def _node_bytes(node: Any, numbers: dict[int, int], tensors: list[Any]) -> bytes
 
 @lru_cache(maxsize=4096)
 def _port(name: str, number: int) -> bytes:
-    return _text(name) + b"i%d:" % number
+    return encode_text(name) + b"i%d:" % number
 
 
 def _number(tensor: Any, numbers: dict[int, int], tensors: list[Any]) -> int:
@@ -322,7 +289,7 @@ def _number(tensor: Any, numbers: dict[int, int], tensors: list[Any]) -> int:
     return number
 
 
-# ---- bytes: every value carries its type, every sequence its length -------------------------------------------------
+# ---- tensors ------------------------------------------------------------------------------------------------------
 
 _PLAIN = (None, None, None, None)  # no value, scalar type, reordering or ragged offset
 _PLAIN_TENSOR = b"n:n:n:n:i1:i1:"  # and multiplier and alignment 1
@@ -337,8 +304,8 @@ def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
     multiplier, alignment = field["ragged_offset_multiplier"], field["alignment_value"]
     return b"l13:%b%b%b%b%b%b%b%b" % (
         _data_type(field["data_type"]),
-        _extents(*field["dim"]),
-        _extents(*field["stride"]),
+        encode_extents(*field["dim"]),
+        encode_extents(*field["stride"]),
         b"y:" if field["dim_assigned"] else b"o:",
         b"y:" if field["stride_assigned"] else b"o:",
         b"y:" if field["is_virtual"] else b"o:",
@@ -350,7 +317,7 @@ def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
 def _tail(value: Any, scalar_type: Any, reordering: Any, *rest: Any) -> bytes:
     if reordering is not None and reordering.name == "NONE":
         reordering = None
-    return b"".join(map(_bytes, (value, scalar_type, reordering, *rest)))
+    return b"".join(map(encode, (value, scalar_type, reordering, *rest)))
 
 
 def _refuse_surplus(field: Mapping[str, Any]) -> None:
@@ -364,9 +331,9 @@ def _data_type(value: Any) -> bytes:
     known = _DATA_TYPES.get(id(value))
     if known is None:
         if type(value).__module__ == "torch":
-            known = value, _bytes(sys.modules["cudnn.datatypes"]._torch_to_cudnn_data_type(value))
+            known = value, encode(sys.modules["cudnn.datatypes"]._torch_to_cudnn_data_type(value))
         else:
-            known = value, _bytes(value)
+            known = value, encode(value)
         _DATA_TYPES[id(value)] = known
     return known[1]
 
@@ -375,61 +342,12 @@ def _data_type(value: Any) -> bytes:
 _DATA_TYPES: dict[int, tuple[Any, bytes]] = {}
 
 
-@lru_cache(maxsize=4096)
-def _extents(*values: Any) -> bytes:
-    """Dims or strides in elements, as plain integers (builders take torch.Size and numpy integers too)."""
-    return b"t%d:%b" % (len(values), b"".join(b"i%d:" % operator.index(value) for value in values))
-
-
-def _bytes(value: Any) -> bytes:
-    kind = type(value)
-    if kind is int:
-        return b"i%d:" % value
-    if value is None:
-        return b"n:"
-    if kind is str:
-        return _text(value)
-    if kind is bool:
-        return b"y:" if value else b"o:"
-    if kind is tuple or kind is list:
-        return b"%c%d:%b" % (b"t" if kind is tuple else b"l", len(value), b"".join(map(_bytes, value)))
-    if kind is float:
-        text = value.hex().encode()
-        return b"f%d:%b" % (len(text), text)
-    if kind is dict:
-        return _mapping(value)
-    if kind is slice:
-        return b"z:" + b"".join(map(_bytes, (value.start, value.stop, value.step)))
-    return _enum(value)
-
-
-@lru_cache(maxsize=1024)
-def _text(value: str) -> bytes:
-    text = value.encode()
-    return b"s%d:%b" % (len(text), text)
-
-
-def _mapping(value: dict[Any, Any]) -> bytes:
-    if not all(type(name) is str for name in value):
-        raise Uncacheable("a parameter is a mapping with keys that are not strings")
-    return b"d%d:%b" % (len(value), b"".join(_text(name) + _bytes(value[name]) for name in sorted(value)))
-
-
-@lru_cache(maxsize=512, typed=True)
-def _enum(value: Any) -> bytes:
-    kind = type(value)
-    if not hasattr(kind, "__members__") or not kind.__module__.startswith("cudnn"):
-        raise Uncacheable(f"a parameter has the type {kind.__module__}.{kind.__qualname__}, which plancache does not know")
-    text = f"{kind.__name__}.{value.name}".encode()
-    return b"e%d:%b" % (len(text), text)
-
-
 # ---- and back -------------------------------------------------------------------------------------------------------
 
 
 def decode(signature: bytes) -> Description:
     """The description that a signature stands for. Raises `ValueError` for bytes that are not one."""
-    reader = _Reader(signature)
+    reader = Reader(signature)
     version, options, context, tensors, nodes = (reader.value() for _ in range(5))
     if version != VERSION or reader.at != len(signature):
         raise ValueError(f"not a signature of version {VERSION}")
@@ -440,40 +358,3 @@ def decode(signature: bytes) -> Description:
         tensors=tuple(dict(zip(TENSOR_FIELDS, record, strict=True)) for record in tensors),
         nodes=tuple(dict(zip(names, record, strict=True)) for record in nodes),
     )
-
-
-class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
-
-    def value(self) -> Any:
-        end = self.data.index(b":", self.at)
-        tag, number = self.data[self.at : self.at + 1], self.data[self.at + 1 : end]
-        self.at = end + 1
-        if tag == b"i":
-            return int(number)
-        if tag in b"lt":
-            items = [self.value() for _ in range(int(number))]
-            return items if tag == b"l" else tuple(items)
-        if tag in b"nyo":
-            return {b"n": None, b"y": True, b"o": False}[tag]
-        if tag == b"z":
-            return slice(self.value(), self.value(), self.value())
-        if tag == b"d":
-            return {self.value(): self.value() for _ in range(int(number))}
-        return self._text(tag, int(number))
-
-    def _text(self, tag: bytes, length: int) -> Any:
-        text = self.data[self.at : self.at + length].decode()
-        self.at += length
-        if len(text.encode()) != length:
-            raise ValueError("the signature is truncated")
-        if tag == b"s":
-            return text
-        if tag == b"f":
-            return float.fromhex(text)
-        if tag == b"e":
-            kind, _, member = text.partition(".")
-            return Enum(kind, member)
-        raise ValueError(f"unknown tag {tag!r} in a signature")

@@ -25,9 +25,7 @@ SMALL: dict[str, Callable[[], graphs.Example]] = {
     "epilogue": lambda: graphs.matmul_scale_bias_activation(batch=2, m=24, n=16, k=32, amax=True),
     "fp8": lambda: graphs.fp8_matmul(batch=2, m=32, n=16, k=64),
     "sdpa": lambda: graphs.sdpa(batch=2, heads=4, kv_heads=2, sequence_length=24, head_dim=16, training=True),
-    "sdpa_cross": lambda: graphs.sdpa(
-        batch=2, heads=4, sequence_length=8, kv_sequence_length=24, head_dim=16, causal=False, layout="bhsd"
-    ),
+    "sdpa_cross": lambda: graphs.sdpa(batch=2, heads=4, sequence_length=8, kv_sequence_length=24, head_dim=16, causal=False, layout="bhsd"),
     "layer_norm": lambda: graphs.layer_norm(rows=6, features=32, training=True),
     "rms_norm": lambda: graphs.rms_norm(rows=6, features=32, training=True, data_type="FLOAT"),
 }
@@ -193,9 +191,7 @@ def test_a_bad_argument_is_refused_with_its_cure(describe: Callable[[], Any], cu
 
 
 def test_the_padding_named_by_the_refusal_is_enough() -> None:
-    assert graphs.conv_bias_relu(
-        batch=1, in_channels=8, out_channels=8, height=2, width=2, filter_width=7, padding=3
-    ).graph.nodes
+    assert graphs.conv_bias_relu(batch=1, in_channels=8, out_channels=8, height=2, width=2, filter_width=7, padding=3).graph.nodes
 
 
 def test_a_tolerance_follows_the_output_type_and_the_reduction_length() -> None:
@@ -262,9 +258,7 @@ def test_references_return_float32_results_of_the_order_of_one_by_output_role(ki
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_attention_reference_agrees_with_pytorch(causal: bool) -> None:
     torch = pytest.importorskip("torch")
-    example = graphs.sdpa(
-        batch=2, heads=4, kv_heads=2, sequence_length=8, kv_sequence_length=12, head_dim=16, causal=causal
-    )
+    example = graphs.sdpa(batch=2, heads=4, kv_heads=2, sequence_length=8, kv_sequence_length=12, head_dim=16, causal=causal)
     q, k, v = (made.double() for made in example.make_inputs(device="cpu").values())
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     torch.testing.assert_close(example.reference({"q": q, "k": k, "v": v})["o"], expected.float())
@@ -279,9 +273,7 @@ def test_the_attention_statistics_normalize_the_scores() -> None:
     torch.testing.assert_close((weights @ inputs["v"]).float(), results["o"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "function"), [("layer_norm", "layer_norm"), ("rms_norm", "rms_norm")], ids=["layer_norm", "rms_norm"]
-)
+@pytest.mark.parametrize(("kind", "function"), [("layer_norm", "layer_norm"), ("rms_norm", "rms_norm")], ids=["layer_norm", "rms_norm"])
 def test_the_norm_references_agree_with_pytorch(kind: str, function: str) -> None:
     torch = pytest.importorskip("torch")
     inputs = {role: made.double() for role, made in SMALL[kind]().make_inputs(device="cpu").items()}

@@ -128,10 +128,7 @@ def new_graph(io: str | None = "BFLOAT16", **context):
     return cudnn.pygraph(io_data_type=realize(None, dtype(io)), **realize(None, types | context))
 
 
-FLOAT_PORTS = (
-    "mean inv_var next_running_mean next_running_var DScale DBias SUM SQ_SUM Stats Amax_S Amax_O amax_dQ amax_dK"
-    " amax_dV amax_dP"
-)
+FLOAT_PORTS = "mean inv_var next_running_mean next_running_var DScale DBias SUM SQ_SUM Stats Amax_S Amax_O amax_dQ amax_dK amax_dV amax_dP"
 
 
 def mark(graph, outputs: dict | None = None) -> None:
