@@ -20,7 +20,7 @@ from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
-from plancache.signature import Description, Reading, Uncacheable, decode
+from plancache.signature import Description, Reading, Uncacheable, decode, inferred, read
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 
@@ -122,23 +122,21 @@ class CudnnBackend:
 
     def check_copy(self, reading: Reading) -> None:
         """Raises `Uncacheable` where the copy lowers to something else than the caller's graph, labels and uids aside."""
-        from plancache.signature import read
-
         copy = self.copy(decode(reading.signature))
         if read(copy, self.device).signature != reading.signature:
             raise Uncacheable("its copy reads back differently")
-        mine, theirs = self._lowered(read(copy, self.device)), self._lowered(reading)
+        mine, theirs = self._lowered(copy), self._lowered(reading.graph)
         if mine != theirs:
             raise Uncacheable(f"its copy lowers differently: {_first_difference(mine, theirs)}")
 
-    def _lowered(self, reading: Reading) -> Any:
-        """The lowered form of a graph as cuDNN's JSON, made from the scratch graph of its reading, without labels."""
-        scratch = reading.scratch
+    def _lowered(self, graph: Any) -> Any:
+        """The lowered form of a graph as cuDNN's JSON without labels, made on a scratch graph with canonical uids."""
+        scratch, tensors = inferred(graph)
         scratch._handle = None
         scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
-        for uid, tensor in enumerate(reading.clones, 1):
-            tensor.uid = uid  # so that both lowered forms can be compared as they are
-        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in reading.clones}
+        for uid, tensor in enumerate(tensors, 1):
+            tensor.uid = uid
+        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in tensors}
         with _BUILDING:
             lowered = scratch._lower_to_cpp()
             lowered.validate()
@@ -164,18 +162,17 @@ class CudnnBackend:
             seconds = [after - before for before, after in pairwise(clock)]
             return self._built(copy, blob, dict(zip(("lower", "plan", "build", "serialize"), seconds, strict=True)))
 
-    def build_unchanged(self, graph: Any) -> tuple[Executable, list[tuple[Any, Layout, bool]], int]:
-        """Builds an uncacheable graph as its caller made it, in place: executable, operands and workspace bytes."""
+    def build_unchanged(self, graph: Any) -> tuple[Executable, list[Any], list[Layout], int]:
+        """Builds an uncacheable graph as its caller made it, in place: executable, operands' tensors and layouts, workspace bytes."""
         cudnn = load_frontend()
         with _BUILDING, self._on_device():
             if graph._handle is None:
                 graph._handle = self.handle()
             graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         uids = tuple(graph._variant_pack_uids() or ())
-        outputs = {id(tensor) for node in graph.nodes for tensor in node.outputs.values()}
         tensors = [graph._tensor_by_uid[uid] for uid in uids]
-        operands = [(tensor, _layout(graph, tensor), id(tensor) in outputs) for tensor in tensors]
-        return Executable(graph, uids, graph._handle), operands, int(graph.get_workspace_size())
+        layouts = [_layout(graph, tensor) for tensor in tensors]
+        return Executable(graph, uids, graph._handle), tensors, layouts, int(graph.get_workspace_size())
 
     def _plan(self, copy: Any, constraints: Constraints, clock: list[float]) -> None:
         cudnn = load_frontend()
@@ -227,14 +224,15 @@ class CudnnBackend:
         """Loads a checked plan for this thread and device. Raises whatever cuDNN raises."""
         cudnn = load_frontend()
         handle = self.handle()
-        if blob.startswith(_PYTHON_PLAN):
-            graph = cudnn.pygraph(handle=handle)
-            with _BUILDING:
-                graph.deserialize(handle, blob, enforce_precompiled=True)
-        else:
-            # without a handle: a load with one runs a warm-up that invalidates a capture in another thread
-            graph = cudnn.pygraph(device_property=self.properties())
-            graph.deserialize(blob)
+        graph = cudnn.pygraph(handle=handle)
+        # With a handle: without one plans of some engines are refused, once others were loaded in the process. A load
+        # with one runs a warm-up that captures and allocates, which a capture in another thread must not notice.
+        with self._on_device(), _relaxed_capture():
+            if blob.startswith(_PYTHON_PLAN):
+                with _BUILDING:
+                    graph.deserialize(handle, blob, enforce_precompiled=True)
+            else:
+                graph.deserialize(handle, blob)
         return Executable(graph, operands, handle)
 
     def check_loads(self, blob: bytes) -> None:
@@ -247,7 +245,7 @@ class CudnnBackend:
         handle = getattr(self._local, "handle", None)
         if handle is None:
             cudnn = load_frontend()
-            with self._on_device():
+            with self._on_device(), _relaxed_capture():  # it allocates
                 handle = self._local.handle = cudnn.create_handle()
             self._handles.append(handle)
         return handle
@@ -256,8 +254,9 @@ class CudnnBackend:
         """cuDNN's property object of the device."""
         if self._properties is None:
             cudnn = load_frontend()
+            source = self.device.properties_json if self.device.ordinal is None else self.device.ordinal
             try:
-                self._properties = cudnn.create_device_properties(self.device.properties_json)
+                self._properties = cudnn.create_device_properties(source)
             except RuntimeError as error:
                 raise DeviceFileError(
                     f"cuDNN {cudnn.backend_version()} refuses the device's properties ({error}); "
@@ -283,6 +282,25 @@ class CudnnBackend:
         self._local = threading.local()
         for handle in handles:
             load_frontend().destroy_handle(handle)
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    """Lets this thread allocate while another one captures in torch's default mode, which both would fail otherwise.
+
+    Source: cuThreadExchangeStreamCaptureMode, CU_STREAM_CAPTURE_MODE_RELAXED 2.
+    """
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        yield
+        return
+    mode = ctypes.c_int(2)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def _value(cudnn: Any, value: Any) -> Any:

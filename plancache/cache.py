@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from plancache import __version__
-from plancache.entry import Entry, Layout, Listed, unpack, usable
+from plancache.entry import Entry, Listed, unpack, usable
 from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
 from plancache.errors import (
     CorruptEntryError,
@@ -121,6 +121,7 @@ class PlanCache:
         self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
         self._hits: Counter[bytes] = Counter()
         self._condemned: dict[bytes, bytes] = {}
+        self._resolved: dict[bytes, bytes] = {}
         self._statistics = Statistics()
         self._guard = threading.RLock()
         self._warned: set[str] = set()
@@ -145,7 +146,7 @@ class PlanCache:
         target = self._target()
         try:
             self._check_frontend(target)
-            reading = read(graph, target.device)
+            reading = read(graph, target.device, self._resolved)
         except Uncacheable as error:
             return self._plan_uncached(graph, error.reason, target, build)
         key = make_key(reading.signature, target.place, result_changing_variables(), constraints or self._constraints)
@@ -160,7 +161,10 @@ class PlanCache:
             except Uncacheable as error:
                 return self._plan_uncached(graph, error.reason, target, build)
         loaded, origin = found
-        return Plan(loaded, _operands(loaded.entry, reading), origin)
+        entry = loaded.entry
+        assert entry is not None
+        tensors = [reading.tensors[uid - 1] for uid in entry.operands]
+        return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph._nodes, origin)
 
     def _look_up(self, key: PlanKey, target: _Target) -> tuple[Loaded, str] | None:
         """What answers a key: memory, then the store; loaded for this thread."""
@@ -277,11 +281,11 @@ class PlanCache:
             raise UncacheableGraphError(reason, "allow builds for this graph (build='allow')")
         if target.device.is_file:
             raise UncacheableGraphError(reason, "it can only be built on the GPU itself")
-        executable, operands, size = target.backend.build_unchanged(graph)
+        executable, tensors, layouts, size = target.backend.build_unchanged(graph)
         with self._guard:
             self._statistics.builds += 1
         loaded = Loaded(lambda: executable, device=target.device.ordinal, workspace_size=size, entry=None)
-        return Plan(loaded, operands, "built")
+        return Plan(loaded, tensors, layouts, graph._nodes, "built")
 
     # ---- many at once, and looking
 
@@ -371,9 +375,3 @@ class PlanCache:
 
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
-
-
-def _operands(entry: Entry | None, reading: Reading) -> list[tuple[Any, Layout, bool]]:
-    assert entry is not None
-    outputs = {id(tensor) for node in reading.scratch._nodes for tensor in node.outputs.values()}
-    return [(reading.tensors[uid - 1], entry.layouts[uid], id(reading.clones[uid - 1]) in outputs) for uid in entry.operands]

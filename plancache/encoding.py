@@ -21,10 +21,13 @@ class Enum(NamedTuple):
     member: str
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # typed: 8.0 is no 8 that was seen before
 def encode_extents(*values: Any) -> bytes:
     """Dims or strides in elements, as plain integers (builders take torch.Size and numpy integers too)."""
-    return b"t%d:%b" % (len(values), b"".join(b"i%d:" % operator.index(value) for value in values))
+    try:
+        return b"t%d:%b" % (len(values), b"".join(b"i%d:" % operator.index(value) for value in values))
+    except TypeError:
+        raise UnknownTypeError(f"a dim or stride among {values} is not a whole number") from None
 
 
 def encode(value: Any) -> bytes:
@@ -83,20 +86,26 @@ class Reader:
         self.at = 0
 
     def value(self) -> Any:
+        try:
+            return self._value()
+        except (TypeError, OverflowError, RecursionError) as error:  # a list as a name, a float past all bounds, bottomless nesting
+            raise ValueError(f"malformed signature: {error}") from None
+
+    def _value(self) -> Any:
         end = self.data.index(b":", self.at)
         tag, number = self.data[self.at : self.at + 1], self.data[self.at + 1 : end]
         self.at = end + 1
         if tag == b"i":
             return int(number)
         if tag in b"lt":
-            items = [self.value() for _ in range(int(number))]
+            items = [self._value() for _ in range(int(number))]
             return items if tag == b"l" else tuple(items)
         if tag in b"nyo":
             return {b"n": None, b"y": True, b"o": False}[tag]
         if tag == b"z":
-            return slice(self.value(), self.value(), self.value())
+            return slice(self._value(), self._value(), self._value())
         if tag == b"d":
-            return {self.value(): self.value() for _ in range(int(number))}
+            return {self._value(): self._value() for _ in range(int(number))}
         return self._text(tag, int(number))
 
     def _text(self, tag: bytes, length: int) -> Any:

@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from plancache.entry import Entry, Layout
@@ -128,18 +129,29 @@ class _Slot:
         self.index = index
         self.tensor = tensor
         self.operand = operand
-        self.uid = operand.uid
+        self.uid, self.by_value = operand.uid, operand.by_value
         self.shape, self.stride = operand.dim, operand.stride
-        torch = sys.modules.get("torch")
-        self.dtype = getattr(torch, _TORCH_TYPES.get(operand.data_type, ""), None)
+        self.dtype = self._torch_type()
         self.device = -1 if operand.by_value else device
         # packed or reordered bytes: the buffer's own extents say nothing, so only its size is checked
         reordering = getattr(tensor.reordering_type, "name", "NONE")
         self.by_size = operand.data_type.startswith("FP4") or reordering != "NONE"
 
-    def address(self, buffer: Any) -> int:
-        """The address of a buffer that is not the plain case, or `OperandError` that says what is wrong with it."""
-        if self.operand.by_value:
+    def _torch_type(self) -> Any:
+        """torch's type of this operand, where torch is in use yet."""
+        return getattr(sys.modules.get("torch"), _TORCH_TYPES.get(self.operand.data_type, ""), None)
+
+    def accept(self, buffer: Any) -> tuple[Any, int]:
+        """A buffer that is not plainly as declared and its address, or `OperandError` that says what is wrong with it."""
+        if self.dtype is None:  # planned before torch was imported
+            self.dtype = self._torch_type()
+        if self.by_value and isinstance(buffer, int | float):
+            buffer = self._scalar(buffer)
+            return buffer, ctypes.addressof(buffer)
+        return buffer, self._address(buffer)
+
+    def _address(self, buffer: Any) -> int:
+        if self.by_value:
             return self._host_address(buffer)
         if hasattr(buffer, "data_ptr") and hasattr(buffer, "stride"):
             return self._tensor_address(buffer)
@@ -179,7 +191,7 @@ class _Slot:
             )
         return int(buffer.data_ptr())
 
-    def scalar(self, value: Any) -> Any:
+    def _scalar(self, value: Any) -> Any:
         """A host buffer that holds a number."""
         kind = self.operand.data_type
         if kind == "BFLOAT16":
@@ -216,19 +228,35 @@ class _Slot:
 class Plan:
     """A ready plan for the graph that it was asked for with. `origin`: `memory`, `local` or `built`."""
 
-    def __init__(self, loaded: Loaded, operands: Sequence[tuple[Any, Layout, bool]], origin: str) -> None:
-        """`operands`: the caller's tensor, its lowered layout and whether it is an output, in the entry's order."""
+    def __init__(self, loaded: Loaded, tensors: Sequence[Any], layouts: Sequence[Layout], nodes: Sequence[Any], origin: str) -> None:
+        """`tensors`: the caller's, in the order of the entry's operands, with their lowered `layouts`; `nodes`: the graph's."""
         self._loaded = loaded
         self.origin = origin
-        slots = [_Slot(index, operand[0], _operand(*operand), loaded.device) for index, operand in enumerate(operands)]
-        self._count = len(slots)
-        self._slots: dict[Any, _Slot] = {}
+        self._frozen = [(tensor, tensor.uid, tensor.name) for tensor in tensors]  # the caller may renumber and rename
+        self._layouts = layouts
+        self._nodes = nodes
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """What an execution must bind, in the words of the graph that was planned."""
+        outputs = {id(tensor) for node in self._nodes for tensor in node.outputs.values()}
+        return tuple(
+            Operand(name, uid, layout.dim, layout.stride, layout.data_type or "NOT_SET", id(tensor) in outputs, tensor.is_pass_by_value)
+            for (tensor, uid, name), layout in zip(self._frozen, self._layouts, strict=True)
+        )
+
+    @cached_property
+    def _slots(self) -> dict[Any, _Slot]:
+        """Slots by tensor, uid and, where only one has it, name."""
+        frozen = zip(self._frozen, self.operands, strict=True)
+        slots = [_Slot(index, tensor, operand, self._loaded.device) for index, ((tensor, _, _), operand) in enumerate(frozen)]
         names = [slot.operand.name for slot in slots]
+        found: dict[Any, _Slot] = {}
         for slot in slots:
-            self._slots[slot.tensor] = self._slots[slot.uid] = slot
+            found[slot.tensor] = found[slot.uid] = slot
             if names.count(slot.operand.name) == 1:
-                self._slots[slot.operand.name] = slot
-        self.operands = tuple(slot.operand for slot in slots)
+                found[slot.operand.name] = slot
+        return found
 
     @property
     def entry(self) -> Entry | None:
@@ -285,39 +313,49 @@ class Plan:
         return run
 
     def _check(self, operands: Mapping[Any, Any]) -> tuple[list[Any], list[int]]:
-        buffers: list[Any] = [None] * self._count
-        addresses = [0] * self._count
+        """The buffers and their addresses in the entry's order: the hot path of every execution."""
         slots = self._slots
+        count = len(self._layouts)
+        buffers: list[Any] = [None] * count
+        addresses = [0] * count
         for name, buffer in operands.items():
             slot = slots.get(name)
-            if slot is None:
-                raise self._foreign(name)
-            if slot.uid != slot.tensor.uid:
-                raise OperandError(
-                    f"tensor {slot.operand.name!r} had uid {slot.uid} when it was planned and has {slot.tensor.uid} now; "
-                    "plan the graph again after changing it"
-                )
-            if slot.operand.by_value and isinstance(buffer, int | float):
-                buffer = slot.scalar(buffer)
-                address = ctypes.addressof(buffer)
-            else:
-                address = _plain_address(slot, buffer) or slot.address(buffer)
-            if buffers[slot.index] is not None:
+            if slot is None or slot.uid != slot.tensor.uid:
+                raise self._foreign(name, slot)
+            address = 0
+            try:
+                if (
+                    buffer.dtype is slot.dtype
+                    and buffer.shape == slot.shape
+                    and buffer.stride() == slot.stride
+                    and buffer.get_device() == slot.device
+                ):
+                    address = buffer.data_ptr()
+            except (AttributeError, TypeError):
+                pass  # no torch tensor
+            if not address or address & 15:  # ALIGNMENT_BYTES - 1
+                buffer, address = slot.accept(buffer)
+            if addresses[slot.index]:
                 raise OperandError(f"operand {slot.operand.name!r} (uid {slot.uid}) is given twice")
-            buffers[slot.index], addresses[slot.index] = buffer, address
-        if len(operands) != self._count:
+            buffers[slot.index] = buffer
+            addresses[slot.index] = address
+        if 0 in addresses:
             missing = [
-                f"{operand.name!r} (uid {operand.uid})" for operand, buffer in zip(self.operands, buffers, strict=True) if buffer is None
+                f"{operand.name!r} (uid {operand.uid})" for operand, address in zip(self.operands, addresses, strict=True) if not address
             ]
             raise OperandError(f"missing operands: {', '.join(missing)}; bind every tensor of Plan.operands")
         return buffers, addresses
 
-    def _foreign(self, name: Any) -> OperandError:
+    def _foreign(self, name: Any, slot: _Slot | None) -> OperandError:
+        if slot is not None:
+            return OperandError(
+                f"tensor {slot.operand.name!r} had uid {slot.uid} when it was planned and has {slot.tensor.uid} now; "
+                "plan the graph again after changing it"
+            )
         known = ", ".join(f"{operand.name!r} (uid {operand.uid})" for operand in self.operands)
         what = repr(name) if isinstance(name, int | str) else f"tensor {getattr(name, 'name', name)!r}"
-        return OperandError(
-            f"{what} is no operand of this plan (a tensor of another graph, an intermediate, or a constant); its operands are {known}"
-        )
+        why = "a tensor of another graph, an intermediate, or a constant"
+        return OperandError(f"{what} is no operand of this plan ({why}); its operands are {known}")
 
     def _given(self, workspace: Any) -> tuple[Any, int]:
         if not hasattr(workspace, "data_ptr"):
@@ -337,40 +375,12 @@ class Plan:
         return f"<Plan {entry.description.summary}, {entry.engine}, {self.origin}>" if entry else "<Plan without the cache>"
 
 
-def _plain_address(slot: _Slot, buffer: Any) -> int:
-    """The address of a torch tensor that is exactly as declared, or 0: the hot path of every execution."""
-    try:
-        if (
-            buffer.dtype is slot.dtype
-            and buffer.shape == slot.shape
-            and buffer.stride() == slot.stride
-            and buffer.get_device() == slot.device
-            and not (address := buffer.data_ptr()) & 15
-        ):
-            return address  # type: ignore[no-any-return]  # a torch tensor's address
-    except (AttributeError, TypeError):
-        pass
-    return 0
-
-
 def current_stream(device: int | None) -> int:
     """torch's current CUDA stream of a device as a handle, or the default stream (0) where torch is not in use."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return torch._C._cuda_getCurrentRawStream(device)  # type: ignore[no-any-return]  # 40 times faster than the Stream object
-
-
-def _operand(tensor: Any, layout: Layout, is_output: bool) -> Operand:
-    return Operand(
-        name=tensor.name,
-        uid=tensor.uid,
-        dim=layout.dim,
-        stride=layout.stride,
-        data_type=layout.data_type or "NOT_SET",
-        is_output=is_output,
-        by_value=bool(tensor.is_pass_by_value),
-    )
 
 
 def _essence(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -7,9 +7,10 @@ this module does not know, it refuses. It reads the frontend's objects by duck t
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from plancache.encoding import Reader, UnknownTypeError, encode, encode_extents, encode_mapping, encode_text
@@ -70,13 +71,11 @@ class Uncacheable(Exception):
 
 
 class Reading(NamedTuple):
-    """What `read` found: the signature; the caller's tensors in canonical order (canonical uid = index + 1); and the
-    scratch graph that it was read from, with its own tensors in the same order."""
+    """What `read` found: the signature; and the caller's tensors in canonical order (canonical uid = index + 1)."""
 
     signature: bytes
     tensors: tuple[Any, ...]
-    scratch: Any
-    clones: tuple[Any, ...]
+    graph: Any
 
 
 @dataclass(frozen=True)
@@ -117,26 +116,60 @@ class Target(Protocol):
     def is_described_by(self, device_property: Any) -> bool: ...
 
 
-def read(graph: Any, target: Target) -> Reading:
+def read(graph: Any, target: Target, resolved: dict[bytes, bytes] | None = None) -> Reading:
     """Signature of a described graph that nobody planned yet; a graph that names the target has the key of one that does not.
 
-    Raises `GraphStateError` for an empty or planned graph, `Uncacheable` for what cannot be copied exactly, and
-    the frontend's own `ValueError` for dims that do not fit.
+    `resolved`: remembers, between calls, what inference made of a description. Raises `GraphStateError` for an empty
+    or planned graph, `Uncacheable` for what cannot be copied exactly, and the frontend's own `ValueError` for dims
+    that do not fit.
     """
     _check_state(graph)
     _check_known(graph, target)
     options = _options(graph, target.sm_version)
-    scratch, originals = clone(graph)
-    _infer(scratch)
+    tensors: list[Any] = []
+    try:
+        described = _encode(graph, options, tensors)
+        signature = None if resolved is None else resolved.get(described)
+        if signature is None:
+            signature = _encode(inferred(graph)[0], options, [])
+    except UnknownTypeError as error:
+        raise Uncacheable(str(error)) from None
+    if resolved is not None:
+        if len(resolved) >= _MOST_RESOLVED:
+            resolved.clear()
+        resolved[described] = signature
+    return Reading(signature, tuple(tensors), graph)
+
+
+_MOST_RESOLVED = 10_000
+
+
+def inferred(graph: Any) -> tuple[Any, list[Any]]:
+    """A scratch copy of a graph with types and dims inferred, and its tensors in canonical order."""
+    scratch = clone(graph)
+    scratch._lowered_graph = _NOT_LOWERED  # validate() lowers, and imports engines, only where this attribute is None
+    try:
+        type(scratch).validate(scratch)
+    finally:
+        scratch._lowered_graph = None
     node = scratch._unlowerable_node()
     if node is not None:
         raise Uncacheable(f"{node.node_type.name.lower()} runs on a Python engine of the frontend only")
+    numbers: dict[int, int] = {}
     tensors: list[Any] = []
-    try:
-        signature = _encode(scratch, options, tensors)
-    except UnknownTypeError as error:
-        raise Uncacheable(str(error)) from None
-    return Reading(signature, tuple([originals[id(t)] for t in tensors]), scratch, tuple(tensors))
+    for node in scratch._nodes:
+        _node_bytes(node, numbers, tensors)
+    for tensor in tensors:
+        if tensor.dim and not tensor.stride:  # the frontend does this only for tensors whose names are unique
+            tensor.stride = _row_major(tensor.dim)
+    return scratch, tensors
+
+
+def _row_major(dim: Sequence[int]) -> list[int]:
+    return [prod(dim[axis + 1 :]) for axis in range(len(dim))]
+
+
+_NOT_LOWERED = object()
 
 
 def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
@@ -157,23 +190,19 @@ def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
     )
 
 
-def clone(graph: Any) -> tuple[Any, dict[int, Any]]:
-    """A scratch graph with nodes and tensors of its own, not lowered; and id(clone) -> the caller's tensor."""
+def clone(graph: Any) -> Any:
+    """A scratch graph with nodes and tensors of its own, as if just described."""
     scratch = object.__new__(type(graph))
     scratch.__dict__.update(graph.__dict__)
     clones: dict[int, Any] = {}
-    originals: dict[int, Any] = {}
 
     def copied(tensor: Any) -> Any:
-        if tensor is None:
-            return None
         mine = clones.get(id(tensor))
         if mine is None:
             mine = clones[id(tensor)] = object.__new__(type(tensor))
             attributes = mine.__dict__
             attributes.update(tensor.__dict__)
             attributes["owner"] = None
-            originals[id(mine)] = tensor
             if tensor.ragged_offset is not None:
                 attributes["ragged_offset"] = copied(tensor.ragged_offset)
         return mine
@@ -182,32 +211,17 @@ def clone(graph: Any) -> tuple[Any, dict[int, Any]]:
     for node in graph._nodes:
         mine = object.__new__(type(node))
         mine.__dict__.update(node.__dict__)
-        mine.inputs = {port: copied(t) for port, t in node.inputs.items()}
-        mine.outputs = {port: copied(t) for port, t in node.outputs.items()}
+        mine.inputs = {port: tensor and copied(tensor) for port, tensor in node.inputs.items()}
+        mine.outputs = {port: tensor and copied(tensor) for port, tensor in node.outputs.items()}
         mine.params = dict(node.params)
         nodes.append(mine)
     scratch._nodes = nodes
-    scratch._tensors = {name: copied(t) for name, t in graph._tensors.items()}
-    scratch._tensor_by_uid = {t.uid: t for t in clones.values()}
+    scratch._tensors = {name: copied(tensor) for name, tensor in graph._tensors.items()}
     scratch._cpp_graph_kwargs = dict(graph._cpp_graph_kwargs)
-    scratch._cpp_tensors = {}
-    scratch._lowered_graph = None
+    scratch._cpp_tensors, scratch._facts = {}, {}
+    scratch._lowered_graph = scratch._candidates = scratch._backend_entries = None
     scratch._frozen = scratch._is_validated = scratch._cpp_bog_done = False
-    scratch._candidates = scratch._backend_entries = None
-    scratch._facts = {}
-    return scratch, originals
-
-
-def _infer(scratch: Any) -> None:
-    """The frontend's own inference of types and dims, without its lowering and engine imports."""
-    scratch._lowered_graph = _NOT_LOWERED
-    try:
-        type(scratch).validate(scratch)
-    finally:
-        scratch._lowered_graph = None
-
-
-_NOT_LOWERED = object()  # validate() lowers only where this attribute is None
+    return scratch
 
 
 def _check_state(graph: Any) -> None:
@@ -231,6 +245,8 @@ def _check_known(graph: Any, target: Target) -> None:
     for name in graph.__dict__.keys() - _KNOWN_STATE:
         if graph.__dict__[name]:
             raise Uncacheable(f"the graph has an attribute {name!r} that plancache does not know")
+    if (surplus := _surplus(graph._context, CONTEXT_FIELDS)) is not None:
+        raise Uncacheable(f"the graph's context has an attribute {surplus!r} that plancache does not know")
     if graph._cpp_bog_done:
         raise Uncacheable("build_operation_graph() already changed its tensors")
     if graph._barred_names or graph._note_filters or graph._workspace_limit is not None:
@@ -242,6 +258,14 @@ def _check_known(graph: Any, target: Target) -> None:
     properties = graph._cpp_graph_kwargs.get("device_property")
     if properties is not None and not target.is_described_by(properties):
         raise Uncacheable("the graph brings the properties of another device than the cache plans for")
+
+
+def _surplus(thing: Any, known: Container[str]) -> str | None:
+    """An attribute that is not known and not at its default, which a dataclass keeps in its class."""
+    for name, value in thing.__dict__.items():
+        if name not in known and value is not getattr(type(thing), name, None):
+            return str(name)
+    return None
 
 
 @lru_cache(maxsize=8)
@@ -291,16 +315,15 @@ def _number(tensor: Any, numbers: dict[int, int], tensors: list[Any]) -> int:
 
 # ---- tensors ------------------------------------------------------------------------------------------------------
 
-_PLAIN = (None, None, None, None)  # no value, scalar type, reordering or ragged offset
-_PLAIN_TENSOR = b"n:n:n:n:i1:i1:"  # and multiplier and alignment 1
+_PLAIN_TENSOR = b"n:n:n:n:i1:i1:"  # no value, scalar type, reordering or ragged offset; multiplier and alignment 1
 
 
 def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
     field = tensor.__dict__
-    if len(field) != len(_KNOWN_TENSOR):
-        _refuse_surplus(field)
+    if len(field) != len(_KNOWN_TENSOR) and (surplus := _surplus(tensor, _KNOWN_TENSOR)) is not None:
+        raise Uncacheable(f"a tensor has an attribute {surplus!r} that plancache does not know")
     ragged = field["ragged_offset"]
-    tail = (field["pass_by_value"], field["scalar_type"], field["reordering_type"], ragged and numbers[id(ragged)])
+    value, scalar_type, reordering = field["pass_by_value"], field["scalar_type"], field["reordering_type"]
     multiplier, alignment = field["ragged_offset_multiplier"], field["alignment_value"]
     return b"l13:%b%b%b%b%b%b%b%b" % (
         _data_type(field["data_type"]),
@@ -310,7 +333,9 @@ def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
         b"y:" if field["stride_assigned"] else b"o:",
         b"y:" if field["is_virtual"] else b"o:",
         b"y:" if field["is_pass_by_value"] else b"o:",
-        _PLAIN_TENSOR if tail == _PLAIN and multiplier == 1 == alignment else _tail(*tail, multiplier, alignment),
+        _PLAIN_TENSOR
+        if value is scalar_type is reordering is ragged is None and multiplier == 1 == alignment
+        else _tail(value, scalar_type, reordering, ragged and numbers[id(ragged)], multiplier, alignment),
     )
 
 
@@ -320,18 +345,15 @@ def _tail(value: Any, scalar_type: Any, reordering: Any, *rest: Any) -> bytes:
     return b"".join(map(encode, (value, scalar_type, reordering, *rest)))
 
 
-def _refuse_surplus(field: Mapping[str, Any]) -> None:
-    for name, value in field.items():
-        if name not in _KNOWN_TENSOR and value not in (None, False, 0, 1):
-            raise Uncacheable(f"a tensor has an attribute {name!r} that plancache does not know")
-
-
 def _data_type(value: Any) -> bytes:
     """A data type, which may be given as torch's."""
     known = _DATA_TYPES.get(id(value))
     if known is None:
         if type(value).__module__ == "torch":
-            known = value, encode(sys.modules["cudnn.datatypes"]._torch_to_cudnn_data_type(value))
+            kind = sys.modules["cudnn.datatypes"]._torch_to_cudnn_data_type(value)
+            if kind is None:
+                raise UnknownTypeError(f"a data type is {value}, which cuDNN does not have")
+            known = value, encode(kind)
         else:
             known = value, encode(value)
         _DATA_TYPES[id(value)] = known
@@ -352,9 +374,12 @@ def decode(signature: bytes) -> Description:
     if version != VERSION or reader.at != len(signature):
         raise ValueError(f"not a signature of version {VERSION}")
     names = ("node_type", "compute_data_type", "params", "inputs", "outputs")
-    return Description(
-        context=dict(zip(CONTEXT_FIELDS, context, strict=True)),
-        options=dict(zip(OPTION_FIELDS, options, strict=True)),
-        tensors=tuple(dict(zip(TENSOR_FIELDS, record, strict=True)) for record in tensors),
-        nodes=tuple(dict(zip(names, record, strict=True)) for record in nodes),
-    )
+    try:
+        return Description(
+            context=dict(zip(CONTEXT_FIELDS, context, strict=True)),
+            options=dict(zip(OPTION_FIELDS, options, strict=True)),
+            tensors=tuple(dict(zip(TENSOR_FIELDS, record, strict=True)) for record in tensors),
+            nodes=tuple(dict(zip(names, record, strict=True)) for record in nodes),
+        )
+    except TypeError as error:
+        raise ValueError(f"malformed signature: {error}") from None

@@ -1,0 +1,141 @@
+"""The command line: arguments, tables, exit codes. No cache logic.
+
+Exit codes: 0 done, 1 found problems or failed, 2 wrong usage, 130 interrupted, 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from plancache import __version__
+from plancache.cli import doctor, ls, show, warm
+from plancache.cli.command import UsageError
+from plancache.errors import PlancacheError, PlancacheWarning
+
+__all__ = ["main"]
+
+COMMANDS = (ls.COMMAND, show.COMMAND, warm.COMMAND, doctor.COMMAND)
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+UNREAD = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return UNREAD
+    except KeyboardInterrupt:
+        print("plancache: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as leaving:  # argparse's way to end, after --help too
+        return int(leaving.code or 0)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    with _messages():
+        try:
+            return int(args.run(args))
+        except BrokenPipeError:
+            raise
+        except (PlancacheError, OSError, LookupError, UsageError) as error:
+            if args.debug:
+                traceback.print_exc()
+            print(f"plancache: error: {_one_line(error)}", file=sys.stderr)
+            return 2 if isinstance(error, UsageError) else 1
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Shows plancache's warnings and its log from WARNING on as lines on stderr, each once."""
+    said: set[str] = set()
+
+    def say(message: str) -> None:
+        if message not in said:
+            said.add(message)
+            print(f"plancache: warning: {message}", file=sys.stderr)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(record.getMessage())
+
+    def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, PlancacheWarning):
+            say(str(message))
+        else:
+            others(message, category, *place, **more)
+
+    handler, logger = Handler(logging.WARNING), logging.getLogger("plancache")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            others, warnings.showwarning = warnings.showwarning, show_warning
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"plancache: error: {message}; '{self.prog} --help' shows how it is used\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="plancache",
+        description="A persistent cache of cuDNN execution plans.",
+        epilog="'plancache COMMAND --help' explains a command and has an example. 'plancache doctor' is a good first one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"plancache {__version__}")
+    _add_common(parser, cache_dir=None, debug=False)
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=textwrap.fill(f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}", 78),
+            epilog="\n  ".join(["example:", *command.example.splitlines()]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.configure(own)
+        own.add_argument("--json", action="store_true", help="print JSON")
+        _add_common(own, cache_dir=argparse.SUPPRESS, debug=argparse.SUPPRESS)  # what was given before the command stays
+        own.set_defaults(run=command.run)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    place = "the cache directory (default: $PLANCACHE_DIR, else the user's cache directory)"
+    parser.add_argument("--cache-dir", metavar="DIR", default=defaults["cache_dir"], help=place)
+    parser.add_argument("--debug", action="store_true", default=defaults["debug"], help="show the traceback of an error")

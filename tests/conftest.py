@@ -1,0 +1,26 @@
+"""What the tests share: the device file of an H200, cuDNN for it, and an empty cache directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plancache.backend import CudnnBackend
+from plancache.environment import Device
+
+
+@pytest.fixture(scope="session")
+def device() -> Device:
+    return Device.from_file("h200")
+
+
+@pytest.fixture(scope="session")
+def backend(device: Device) -> CudnnBackend:
+    """cuDNN in this process. It lowers graphs for the device; it neither builds nor runs anything."""
+    return CudnnBackend(device)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path
