@@ -227,7 +227,7 @@ class CudnnBackend:
         graph = cudnn.pygraph(handle=handle)
         # With a handle: without one plans of some engines are refused, once others were loaded in the process. A load
         # with one runs a warm-up that captures and allocates, which a capture in another thread must not notice.
-        with self._on_device(), _relaxed_capture():
+        with self._on_device(), quietly():
             if blob.startswith(_PYTHON_PLAN):
                 with _BUILDING:
                     graph.deserialize(handle, blob, enforce_precompiled=True)
@@ -245,7 +245,7 @@ class CudnnBackend:
         handle = getattr(self._local, "handle", None)
         if handle is None:
             cudnn = load_frontend()
-            with self._on_device(), _relaxed_capture():  # it allocates
+            with self._on_device(), quietly():  # it allocates
                 handle = self._local.handle = cudnn.create_handle()
             self._handles.append(handle)
         return handle
@@ -285,8 +285,8 @@ class CudnnBackend:
 
 
 @contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    """Lets this thread allocate while another one captures in torch's default mode, which both would fail otherwise.
+def quietly() -> Iterator[None]:
+    """Lets this thread allocate and free while another one captures in torch's default mode; both would fail otherwise.
 
     Source: cuThreadExchangeStreamCaptureMode, CU_STREAM_CAPTURE_MODE_RELAXED 2.
     """

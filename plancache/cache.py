@@ -18,16 +18,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plancache import __version__
 from plancache.entry import Entry, Listed, unpack, usable
 from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
 from plancache.errors import (
     CorruptEntryError,
-    PlancacheError,
     PlancacheWarning,
     PlanNotFoundError,
     StoreError,
@@ -40,7 +40,12 @@ from plancache.signature import Reading, Uncacheable, decode, read
 from plancache.singleflight import SingleFlight
 from plancache.store.database import Database
 
+if TYPE_CHECKING:
+    from plancache.backend import CudnnBackend
+    from plancache.compiler import Compiler
+
 _log = logging.getLogger("plancache.cache")
+logging.getLogger("plancache").addHandler(logging.NullHandler())  # else a warning is printed twice where logging is not set up
 
 
 @dataclass
@@ -78,18 +83,19 @@ class _Target:
 
     def __init__(self, device: Device) -> None:
         from plancache.backend import CudnnBackend
-        from plancache.compiler import Compiler
 
         self.device = device
         self.backend = CudnnBackend(device)
-        self.compiler = Compiler(device) if device.is_file else None
-        self.builder = self.compiler or self.backend
+        self.builder: CudnnBackend | Compiler = self.backend
+        if device.is_file:
+            from plancache.compiler import Compiler
+
+            self.builder = Compiler(device)
         self.place = Place.of(device, self.backend.libraries)
         self.unknown = self.backend.libraries.unknown
 
     def close(self) -> None:
-        if self.compiler is not None:
-            self.compiler.close()
+        self.builder.close()
         self.backend.close()
 
 
@@ -295,7 +301,7 @@ class PlanCache:
         for index, graph in enumerate(graphs):
             try:
                 plan = self.plan(getattr(graph, "graph", graph), build="allow")
-            except (RuntimeError, ValueError, PlancacheError) as error:  # cuDNN's errors are RuntimeErrors
+            except Exception as error:  # one graph's, whatever it is; the others go on
                 failures.append(Failure(index, error))
             else:
                 if plan is not None:
@@ -303,15 +309,25 @@ class PlanCache:
         return Warmed(tuple(plans), tuple(failures))
 
     def entries(self) -> list[Listed]:
-        """What is stored, oldest first, without the plans themselves. Needs neither a GPU nor cuDNN."""
-        return [Listed.of(*row[1:]) for row in self._database.listing()]
+        """What is stored, oldest first, without the plans themselves. Needs neither a GPU nor cuDNN.
+
+        A row that cannot be read is left out, with a warning.
+        """
+        listed = []
+        for row in self._database.listing():
+            try:
+                listed.append(Listed.of(*row[1:]))
+            except CorruptEntryError as error:
+                self._fault("corrupt", error)
+        return listed
 
     def entry(self, digest: str) -> Entry:
         """The stored entry whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
         keys = [row.key for row in self._database.listing() if row.key.hex().startswith(digest.lower())]
         row = self._database.get(keys[0]) if len(keys) == 1 else None
         if row is None:
-            raise LookupError(f"{len(keys)} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
+            count = len(keys) or "no"
+            raise LookupError(f"{count} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
         return unpack(row)
 
     def statistics(self) -> Statistics:
@@ -356,10 +372,14 @@ class PlanCache:
             hits, self._hits = self._hits, Counter()
             targets, self._targets = self._targets, {}
             loaded, self._loaded = self._loaded, {}
-        for plan in loaded.values():
-            plan.close()
-        for target in targets.values():
-            target.close()
+        from plancache.backend import quietly
+
+        with quietly() if targets else nullcontext():  # a capture in another thread must not notice what is released
+            for plan in loaded.values():
+                plan.close()
+            loaded.clear()
+            for target in targets.values():
+                target.close()
         if hits and self.settings.mode == "readwrite":
             try:
                 self._database.count_uses(hits, time.time())

@@ -116,7 +116,10 @@ class Reader:
         if tag == b"s":
             return text
         if tag == b"f":
-            return float.fromhex(text)
+            value = float.fromhex(text)
+            if value.hex() != text:
+                raise ValueError(f"{text!r} is not how a float is written")
+            return value
         if tag == b"e":
             kind, _, member = text.partition(".")
             return Enum(kind, member)

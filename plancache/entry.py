@@ -165,7 +165,7 @@ def unpack(row: Row, key: PlanKey | None = None) -> Entry:
             raise ValueError("it is stored under another key than its own")
         facts, size = decode_facts(row.facts)
         return Entry(key=key, blob=_decompress(row.payload, size), **facts)
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptEntryError(f"entry {name} cannot be read: {error}") from error
 
 
@@ -173,10 +173,13 @@ def _decompress(payload: bytes, size: int) -> bytes:
     import zstandard
 
     # the frame's own size counts, not max_output_size: zstandard ignores that where the frame names one
-    stated = zstandard.get_frame_parameters(payload).content_size
-    if not 0 <= stated == size <= MAX_BLOB_BYTES:
-        raise ValueError(f"its payload states {stated} bytes, {size} are expected")
-    blob = zstandard.ZstdDecompressor().decompress(payload)
+    try:
+        stated = zstandard.get_frame_parameters(payload).content_size
+        if not 0 <= stated == size <= MAX_BLOB_BYTES:
+            raise ValueError(f"its payload states {stated} bytes, {size} are expected")
+        blob = zstandard.ZstdDecompressor().decompress(payload)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"its payload does not unpack ({error})") from error
     if len(blob) != size:
         raise ValueError(f"its payload holds {len(blob)} bytes, {size} are expected")
     return blob
@@ -226,7 +229,12 @@ class Listed:
 
     @classmethod
     def of(cls, preimage: bytes, facts: bytes, size_bytes: int, hits: int, last_used_at: float | None) -> Listed:
-        return cls(PlanKey(_split(preimage)), json.loads(facts), size_bytes, hits, last_used_at)
+        try:
+            listed = cls(PlanKey(_split(preimage)), json.loads(facts), size_bytes, hits, last_used_at)
+            listed.to_dict()
+        except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+            raise CorruptEntryError(f"a stored entry cannot be read: {error}; it is built anew when it is asked for") from error
+        return listed
 
     @cached_property
     def description(self) -> Description:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import platform
 import re
 import struct
 import sys
@@ -41,8 +40,10 @@ REQUIRED = (*LIMITS, "driverVer", "deviceName")
 FRONTENDS = ((1, 32), (1, 33))
 """Tested frontends: from the first version up to, not including, the second."""
 
-_RESULT_CHANGING = re.compile(r"NVIDIA_TF32_OVERRIDE|(CUDNN|CUBLAS|CUBLASLT|CUTE_DSL|FROST)_\w+")
-_LOG_OR_PLACE = re.compile(r"_(LOG|LOGS|LOGINFO|LOGERR|LOGWARN|LOGDEST|LOGLEVEL|LOGGING|PATH|DIR|HOME|ROOT|FILE|FOLDER)(_|$)")
+_RESULT_CHANGING = ("NVIDIA_TF32_OVERRIDE", "CUDNN_", "CUBLAS_", "CUBLASLT_", "CUTE_DSL_", "FROST_")
+"""Beginnings of environment variables that can change what cuDNN plans or computes."""
+
+_LOG_OR_PLACE = frozenset("LOG LOGS LOGINFO LOGERR LOGWARN LOGDEST LOGLEVEL LOGGING PATH DIR HOME ROOT FILE FOLDER".split())
 
 
 @dataclass(frozen=True)
@@ -159,14 +160,19 @@ def load_frontend() -> Any:
         import cudnn
     except ImportError as error:
         raise LibraryError(f"cannot import cudnn ({error}); pip install nvidia-cudnn-frontend") from error
+    except (OSError, AssertionError) as error:  # the frontend loads libcudnn when it is imported
+        raise LibraryError(f"libcudnn cannot be loaded ({error}); {_GET_CUDNN}") from error
     try:
         cudnn.backend_version()
     except RuntimeError as error:
-        raise LibraryError(
-            f"libcudnn cannot be loaded ({error}); pip install 'plancache[cudnn]', install torch with CUDA, "
-            "or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH"
-        ) from error
+        raise LibraryError(f"libcudnn cannot be loaded ({error}); {_GET_CUDNN}") from error
     return cudnn
+
+
+_GET_CUDNN = (
+    "pip install 'plancache[cudnn]', install torch with CUDA, or put the folder of libcudnn.so.9 on LD_LIBRARY_PATH; "
+    "'plancache doctor' shows what was found where"
+)
 
 
 def current_ordinal() -> int:
@@ -237,12 +243,16 @@ class Library:
     build_id: str | None
 
 
-def mapped_libraries(pattern: str) -> list[str]:
-    """Paths of the shared libraries mapped into this process whose file name matches, sorted."""
-    name = re.compile(pattern)
+def mapped_libraries(name: str) -> list[str]:
+    """Paths of the shared libraries `name`.so[.version] mapped into this process, sorted."""
     with open("/proc/self/maps") as maps:
-        paths = {line[line.index("/") :].rstrip("\n") for line in maps if ".so" in line and "/" in line}
-    return sorted(path for path in paths if name.fullmatch(path.rpartition("/")[2]))
+        paths = {line[line.index("/") :].rstrip("\n") for line in maps if name in line and "/" in line}
+    return sorted(path for path in paths if _is_library(path, name))
+
+
+def _is_library(path: str, name: str) -> bool:
+    found, _, version = path.rpartition("/")[2].partition(".so")
+    return found == name and version.replace(".", "").isdigit() == bool(version)
 
 
 def build_id(path: str) -> str | None:
@@ -279,22 +289,21 @@ def _build_id_note(notes: bytes) -> str | None:
 
 def cudnn_libraries() -> tuple[dict[str, Library], str | None]:
     """The libcudnn libraries beside the loaded one, by name; and why they are not known for certain, or None."""
-    mapped = mapped_libraries(r"libcudnn\.so(\.\d+)*")
+    mapped = mapped_libraries("libcudnn")
     if len(mapped) != 1:
         found = " and ".join(mapped) or "none"
         return {}, f"{found} mapped as libcudnn.so: which one cuDNN's frontend uses is not known"
-    folder = Path(mapped[0]).parent
-    names = sorted({path.name.split(".so")[0] for path in folder.glob("libcudnn*.so*")})
-    libraries = {}
-    for name in names:
-        path = _versioned(folder, name)
-        libraries[name] = Library(str(path), build_id(str(path)))
+    folder = mapped[0].rpartition("/")[0]
+    files = {name: f"{folder}/{file}" for file in sorted(os.listdir(folder)) if (name := _cudnn_name(file))}  # noqa: PTH208  # faster
+    libraries = {name: Library(path, build_id(path)) for name, path in files.items()}
     nameless = [library.path for library in libraries.values() if library.build_id is None]
     return libraries, f"{nameless[0]} has no ELF build id" if nameless else None
 
 
-def _versioned(folder: Path, name: str) -> Path:
-    return max(folder.glob(f"{name}.so*"), key=lambda path: (path.name == f"{name}.so.9", path.name))
+def _cudnn_name(file: str) -> str | None:
+    """`libcudnn_ops` for libcudnn_ops.so.9, the name that libraries are loaded by; None for other files."""
+    name, _, version = file.partition(".so.")
+    return name if name.startswith("libcudnn") and version.isdigit() else None
 
 
 @dataclass(frozen=True)
@@ -351,9 +360,9 @@ class Here(Mapping[str, "str | None"]):
 
     def _find(self, name: str) -> str | None:
         if name == "machine":
-            return platform.machine()
+            return os.uname().machine
         if name == "cublasLt":
-            path = loaded_or_near(r"libcublasLt\.so\.\d+", self._libraries.folder)
+            path = loaded_or_near("libcublasLt", self._libraries.folder)
             return path and build_id(path)
         if name in self.NAMES:
             from importlib import metadata
@@ -365,21 +374,21 @@ class Here(Mapping[str, "str | None"]):
         return None
 
 
-def loaded_or_near(pattern: str, cudnn_folder: str | None) -> str | None:
+def loaded_or_near(name: str, cudnn_folder: str | None) -> str | None:
     """The library that cuDNN uses: the one mapped, else the one in the packages beside cuDNN's, which it looks in."""
-    mapped = mapped_libraries(pattern)
+    mapped = mapped_libraries(name)
     if len(mapped) == 1:
         return mapped[0]
     if mapped or cudnn_folder is None:
         return None
     packages = Path(cudnn_folder).parent.parent
-    near = [path for folder in ("cu13", "cublas", "cuda_nvrtc") for path in packages.glob(f"{folder}/lib/lib*.so.*")]
-    found = [str(path) for path in near if re.fullmatch(pattern, path.name)]
+    near = [str(path) for folder in ("cu13", "cublas", "cuda_nvrtc") for path in packages.glob(f"{folder}/lib/{name}.so.*")]
+    found = [path for path in near if _is_library(path, name)]
     return found[0] if len(found) == 1 else None
 
 
 def result_changing_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment variables that can change what cuDNN plans or computes, as set now (logs and places apart)."""
     environ = os.environ if environ is None else environ
-    names = [name for name in environ if name[:1] in "NCF" and _RESULT_CHANGING.fullmatch(name) and not _LOG_OR_PLACE.search(name)]
-    return {name: environ[name] for name in sorted(names)}
+    names = [name for name in environ if name.startswith(_RESULT_CHANGING)]
+    return {name: environ[name] for name in sorted(names) if _LOG_OR_PLACE.isdisjoint(name.split("_"))}

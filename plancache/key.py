@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -42,16 +42,22 @@ class Constraints:
         limit = self.workspace_limit_bytes
         if limit is not None and (type(limit) is not int or limit < 0):
             raise SettingsError(f"workspace_limit_bytes must be a whole number of bytes, 0 or more, not {limit!r}")
+        if type(self.deterministic) is not bool:
+            raise SettingsError(f"deterministic must be True or False, not {self.deterministic!r}")
         for field in fields(self):
-            value = getattr(self, field.name)
             if field.name.endswith(("engines", "notes")):
-                if isinstance(value, str) or not all(isinstance(name, str) for name in value):
-                    raise SettingsError(f"{field.name} must be a tuple of names, not {value!r}")
-                object.__setattr__(self, field.name, tuple(sorted(set(value))))
+                object.__setattr__(self, field.name, _names(field.name, getattr(self, field.name)))
 
     @cached_property
     def encoded(self) -> bytes:
         return _canonical(asdict(self))
+
+
+def _names(field: str, value: Any) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (None,)
+    if not all(isinstance(name, str) and name for name in names):
+        raise SettingsError(f"{field} must be a tuple of names, not {value!r}")
+    return tuple(sorted(set(names)))
 
 
 class Difference(NamedTuple):

@@ -46,7 +46,7 @@ def _directory(text: str) -> Path:
     return path
 
 
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "directory": ("PLANCACHE_DIR", _directory),
     "mode": ("PLANCACHE_MODE", _choice("readwrite", "readonly", "off")),
     "build": ("PLANCACHE_BUILD", _choice("allow", "forbid")),
@@ -86,7 +86,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         sources = dict.fromkeys(values, "argument")
-        for name, (variable, parse) in _VARIABLES.items():
+        for name, (variable, parse) in VARIABLES.items():
             text = environ.get(variable, "")
             if name in values or not text:
                 continue
@@ -106,3 +106,10 @@ class Settings:
     def database(self) -> Path:
         """The SQLite file of this cache directory."""
         return self.directory / "plans-1.sqlite3"
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory, and those above it that are missing, for this user only (mode 0700)."""
+    if not directory.exists():
+        make_private(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)

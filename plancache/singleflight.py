@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plancache.errors import StoreError
+from plancache.settings import make_private
 
 STRIPES = 64
 _POLL_S = 0.01
@@ -57,7 +58,7 @@ class SingleFlight:
         lock = FileLock(self._directory / f"{stripe:02}.lock", poll_interval=_POLL_S)
         held = False
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._directory)
             for limit_s in (_SAY_AFTER_S, self._timeout_s):
                 try:
                     lock.acquire(timeout=max(0.0, min(limit_s, self._timeout_s) - (time.monotonic() - started)))

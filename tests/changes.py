@@ -184,7 +184,7 @@ def _other_extents(value: Any) -> list[list[int]]:
     if not value:
         return [[7, 7, 7]]
     grown = [[*value[:i], extent * 2 + 1, *value[i + 1 :]] for i, extent in enumerate(value)]
-    return [*grown, [*value, 1], list(value[:-1])]
+    return [*grown, [*value, 1]]
 
 
 def _other_offsets(graph: Any, value: Any, uses: Mapping[int, int]) -> list[Any]:
@@ -201,10 +201,10 @@ def _other_field(field: str, value: Any) -> list[Any]:
     if field == "data_type":
         return data_types_but(value)
     if field == "pass_by_value":
-        return [2, 2.0, True] if value is None else [*others_than(value), None]
+        return [2.0] if value is None else [*others_than(value), None]
     if field in ("scalar_type", "reordering_type"):
         kind = cudnn._pybind_module.scalar_type if field == "scalar_type" else cudnn.tensor_reordering
-        others = [member for name, member in kind.__members__.items() if name != "NONE" and member != value]
+        others = [member for name, member in kind.__members__.items() if name != "NONE" and member != value][:1]
         return others if value is None else [*others, None]
     return [not value] if type(value) is bool else others_than(value)[:1]  # a flag as 1 or True is one flag
 
@@ -213,11 +213,11 @@ def _other_field(field: str, value: Any) -> list[Any]:
 
 
 def data_types_but(value: Any) -> list[Any]:
-    """Data types that no graph of the zoo infers from its context, and that are not this one."""
+    """A data type that no graph of the zoo infers from its context, and that is not this one."""
     import cudnn
 
     kinds = cudnn.data_type
-    return [kind for kind in (kinds.DOUBLE, kinds.INT64) if kind != value]
+    return [kinds.DOUBLE if value != kinds.DOUBLE else kinds.INT64]
 
 
 def others_than(value: Any) -> list[Any]:

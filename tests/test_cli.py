@@ -369,7 +369,7 @@ def test_warm_of_a_bad_target_is_one_line_with_the_cure_and_exits_with_2(
     assert cure in result.err
 
 
-@pytest.mark.parametrize(("arguments", "cure"), [((), "--device h200"), (("--device", "h300"), "the package ships h200")])
+@pytest.mark.parametrize(("arguments", "cure"), [((), "or --device FILE"), (("--device", "h300"), "the package ships h200")])
 def test_warm_without_a_device_is_one_line_with_the_cure_and_exits_with_1(folder: Path, arguments: tuple[str, ...], cure: str) -> None:
     result = program("warm", "warmable:two", *arguments, cwd=folder, CUDA_VISIBLE_DEVICES="")
     assert result.code == 1 and result.out == "" and is_one_line(result.err)
@@ -540,8 +540,8 @@ def test_doctor_finds_that_nothing_can_be_built_without_a_compiler(healthy: Run,
 
 
 MOUNTS = """\
-/dev/sda1 / ext4 rw 0 0
 server:/home /home nfs4 rw 0 0
+/dev/sda1 / ext4 rw 0 0
 tmpfs /home/me/local tmpfs rw 0 0
 scratch@tcp:/x /big\\040scratch lustre rw 0 0
 """
@@ -570,13 +570,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     file = Device.from_file("h200")
     device = Device(file.properties, file.cudnn_version, 0)
     monkeypatch.setattr(Device, "current", lambda *_: device)
-    return device
+    monkeypatch.setattr(Device, "described", lambda _: file)
+    return file
 
 
 @pytest.mark.usefixtures("gpu")
 def test_doctor_shows_the_gpu(healthy: Run) -> None:
     _, shown, _ = doctor(healthy)
     assert shown["device"]["gpu"] == "NVIDIA H200" and shown["device"]["compute_capability"] == 90
+    assert shown["device"]["memory_bytes"] > 100e9  # type: ignore[operator]
     assert "NVIDIA H200 (CUDA device 0)" in healthy("doctor").out
 
 
@@ -588,6 +590,15 @@ def test_doctor_holds_a_gpu_that_was_named_and_is_not_there_for_a_problem(health
     assert doctor(healthy)[0] == 0
     code, _, problems = doctor(healthy, "--device-ordinal", "3")
     assert code == 1 and "no CUDA device 3" in problems[0]
+
+
+def test_doctor_finds_a_gpu_that_cudnn_cannot_use(healthy: Run, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def described(device: Device) -> Device:
+        raise DeviceError(f"cuDNN cannot tell the properties of {device.model}")
+
+    monkeypatch.setattr(Device, "described", described)
+    code, _, problems = doctor(healthy)
+    assert code == 1 and len(problems) == 1 and f"cuDNN cannot tell the properties of {gpu.model}" in problems[0]
 
 
 def test_write_device_writes_a_file_that_reads_back_and_overwrites_none_unasked(run: Run, gpu: Device, tmp_path: Path) -> None:

@@ -41,8 +41,11 @@ def elsewhere() -> Any:
 
 
 class Later(cudnn.pygraph):  # type: ignore[misc]  # cudnn is untyped
-    def __init__(self, *, sparsity: Any = None, **more: Any) -> None:
-        super().__init__(**more)
+    """A pygraph of a frontend to come."""
+
+    def __init__(self, *, sparsity: Any = None) -> None:
+        super().__init__()
+        self._context.io_data_type = sparsity
 
 
 def of_a_later_frontend() -> Any:

@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
 def _write_device(args: argparse.Namespace) -> int:
     from plancache.environment import Device
 
-    device = Device.current(args.device_ordinal)
+    device = Device.current(args.device_ordinal).described()
     path = Path(args.write_device)
     try:
         with open(path, "w" if args.force else "x") as file:

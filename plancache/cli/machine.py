@@ -75,7 +75,7 @@ def look_at_libraries(report: Report, libraries: Libraries | Exception) -> None:
         them = " and ".join(f"{copy.path} (from {copy.through})" for copy in distinct.values())
         report.problem(f"several libcudnn are in reach: {them}; keep one: uninstall the others, or take them off LD_LIBRARY_PATH")
     for name, (pattern, consequence, package) in _HELPERS.items():
-        path = loaded_or_near(pattern, folder) or next((found.path for found in search(pattern)), None)
+        path = loaded_or_near(name, folder) or next((found.path for found in search(pattern)), None)
         _library(report, name, path)
         if path is None:
             report.warning(f"{name} is absent: {consequence}; pip install {package}, or install torch with CUDA")
@@ -115,32 +115,40 @@ def driver_library() -> str | None:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    return next(iter(mapped_libraries(r"libcuda\.so\.[\d.]+")), "libcuda.so.1")
+    return next(iter(mapped_libraries("libcuda")), "libcuda.so.1")
 
 
 def look_at_device(report: Report, libraries: Libraries | Exception, ordinal: int | None) -> None:
     report.section("device")
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         report.fact("CUDA_VISIBLE_DEVICES", os.environ["CUDA_VISIBLE_DEVICES"])
-    if not isinstance(libraries, Libraries):
-        report.fact("gpu", None, "not known: cuDNN, which is asked for it, cannot be loaded")
-        return
+    loaded = isinstance(libraries, Libraries)
     try:
-        device = Device.current(ordinal)
+        device = Device.current(0 if ordinal is None and not loaded else ordinal)  # which one is current, cuDNN's frontend says
     except DeviceError as error:
         report.fact("gpu", None, "none")
         if ordinal is not None:
             report.problem(f"{error}; name a device that is there with --device-ordinal, or leave it out")
         else:
-            report.note(f"no GPU: plans can be built here for a device file (plancache warm --device h200), not run: {error}")
+            report.note(f"no GPU: plans can be built for a device file (plancache warm --device h200) and are run elsewhere: {error}")
         return
     report.fact("gpu", device.model, f"{device.model} (CUDA device {device.ordinal})")
     capability = device.sm_version
     report.fact("compute_capability", capability, f"{capability // 10}.{capability % 10}")
     report.fact("multiprocessors", device.properties["multiProcessorCount"])
-    if "totalGlobalMem" in device.properties:
-        report.fact("memory_bytes", device.properties["totalGlobalMem"], size(device.properties["totalGlobalMem"]))
     report.fact("driver_version", device.driver_version, f"CUDA {cuda_version(device.driver_version)}")
+    if loaded:
+        _look_at_description(report, device)
+
+
+def _look_at_description(report: Report, device: Device) -> None:
+    """What cuDNN says of a GPU that the driver has: it must be able to use it."""
+    try:
+        memory = device.described().properties.get("totalGlobalMem")
+    except DeviceError as error:
+        report.problem(f"{error}, though the driver has it; install a cuDNN for CUDA {cuda_version(device.driver_version)} or older")
+    else:
+        report.fact("memory_bytes", memory, "unknown" if memory is None else size(memory))
 
 
 def look_at_building(report: Report) -> None:

@@ -14,7 +14,7 @@ from plancache.cli.report import Report
 from plancache.cli.tables import size
 from plancache.environment import result_changing_variables
 from plancache.errors import StoreError
-from plancache.settings import _VARIABLES as SETTINGS
+from plancache.settings import VARIABLES as SETTINGS
 from plancache.settings import Settings
 
 _NETWORK = re.compile(

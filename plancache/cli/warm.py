@@ -86,15 +86,9 @@ def _print_all(outcomes: Iterator[_Outcome]) -> list[_Outcome]:
 
 def _device(name: str | None) -> Device:
     from plancache.environment import Device, load_frontend
-    from plancache.errors import DeviceError
 
-    if name is not None:
-        load_frontend()
-        return Device.from_file(name)
-    try:
-        return Device.current()
-    except DeviceError as error:
-        raise DeviceError(f"{error}; here: --device FILE, such as --device h200") from error
+    load_frontend()  # what is missing is told before the function runs
+    return Device.current() if name is None else Device.from_file(name)
 
 
 def _plan_all(cache: PlanCache, items: Iterator[Any]) -> Iterator[_Outcome]:

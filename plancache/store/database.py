@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from plancache.entry import QUALITIES, Entry, Row, pack
 from plancache.errors import StoreError
+from plancache.settings import make_private
 
 HEAD = "0001_entries"
 """The schema revision that this version reads and writes."""
@@ -179,7 +180,7 @@ class Database:
     def _write_lock(self) -> Any:
         from filelock import FileLock
 
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.path.parent)
         return FileLock(self.path.with_name("write.lock"), timeout=self._lock_timeout_s, poll_interval=0.01)
 
     def close(self) -> None:
