@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+from plancache.description import Description, decode
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
-from plancache.signature import Description, Reading, Uncacheable, decode, inferred, read
+from plancache.signature import Reading, Uncacheable, canonical_order, inferred, read
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 
@@ -35,7 +36,8 @@ class Executable:
         self._graph = graph
         self._uids = uids
         self._handle = handle
-        self._pointers = ctypes.c_void_p * len(uids)
+        self._pointers = (ctypes.c_uint64 * len(uids))()  # cuDNN reads them before the launch returns
+        self._address = ctypes.addressof(self._pointers)
         self._launch = None if graph.plans else getattr(graph._lowered_graph, "_execute_with_raw_ptrs", None)
 
     def runner(self, buffers: Sequence[Any], addresses: Sequence[int], workspace: Any, workspace_address: int) -> Callable[[int], None]:
@@ -51,10 +53,10 @@ class Executable:
                 graph.execute(buffers, workspace, handle, tensor_uids=uids)
 
             return run_graph
-        pointers = self._pointers(*addresses)
+        pointers = (ctypes.c_uint64 * count)(*addresses)
         address, backend_handle = ctypes.addressof(pointers), handle.backend_handle
 
-        def run(stream: int, _keep: Any = pointers) -> None:
+        def run(stream: int, _keep: Any = (pointers, buffers)) -> None:
             if handle.stream != stream:
                 set_stream(handle, stream)
             launch(address, count, workspace_address, backend_handle, -1)
@@ -71,8 +73,8 @@ class Executable:
             from cudnn import set_stream
 
             set_stream(handle, stream)
-        pointers = self._pointers(*addresses)
-        self._launch(ctypes.addressof(pointers), len(addresses), workspace_address, handle.backend_handle, -1)
+        self._pointers[:] = addresses
+        self._launch(self._address, len(addresses), workspace_address, handle.backend_handle, -1)
 
 
 class CudnnBackend:
@@ -131,7 +133,8 @@ class CudnnBackend:
 
     def _lowered(self, graph: Any) -> Any:
         """The lowered form of a graph as cuDNN's JSON without labels, made on a scratch graph with canonical uids."""
-        scratch, tensors = inferred(graph)
+        scratch = inferred(graph)
+        tensors = canonical_order(scratch)
         scratch._handle = None
         scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
         for uid, tensor in enumerate(tensors, 1):

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plancache import __version__
-from plancache.entry import Entry, Listed, unpack, usable
+from plancache.entry import Entry, unpack, usable
 from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
 from plancache.errors import (
     CorruptEntryError,
@@ -36,13 +36,14 @@ from plancache.errors import (
 from plancache.key import Constraints, Place, PlanKey, make_key
 from plancache.plan import Loaded, Plan
 from plancache.settings import Build, Settings
-from plancache.signature import Reading, Uncacheable, decode, read
+from plancache.signature import Reading, Uncacheable, read
 from plancache.singleflight import SingleFlight
 from plancache.store.database import Database
 
 if TYPE_CHECKING:
     from plancache.backend import CudnnBackend
     from plancache.compiler import Compiler
+    from plancache.listing import Listed
 
 _log = logging.getLogger("plancache.cache")
 logging.getLogger("plancache").addHandler(logging.NullHandler())  # else a warning is printed twice where logging is not set up
@@ -70,9 +71,8 @@ class Failure(NamedTuple):
     error: Exception
 
 
-@dataclass(frozen=True)
-class Warmed:
-    """What `warm` brought: plans by origin, and the failures."""
+class Warmed(NamedTuple):
+    """What `warm` brought: the plans, and the failures."""
 
     plans: tuple[Plan, ...]
     failures: tuple[Failure, ...]
@@ -161,7 +161,7 @@ class PlanCache:
             if build == "lookup":
                 return None
             if build == "forbid":
-                raise PlanNotFoundError(key.hex, decode(reading.signature).summary, "it was never built here, or for another environment")
+                raise _not_found(key)
             try:
                 found = self._build(reading, key, target, constraints or self._constraints, refresh)
             except Uncacheable as error:
@@ -313,6 +313,8 @@ class PlanCache:
 
         A row that cannot be read is left out, with a warning.
         """
+        from plancache.listing import Listed
+
         listed = []
         for row in self._database.listing():
             try:
@@ -395,3 +397,10 @@ class PlanCache:
 
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
+
+
+def _not_found(key: PlanKey) -> PlanNotFoundError:
+    from plancache.description import decode
+
+    summary = decode(key.components["signature"]).summary
+    return PlanNotFoundError(key.hex, summary, "it was never built here, or for another environment")

@@ -12,11 +12,13 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from plancache.errors import CorruptEntryError
 from plancache.key import COMPONENTS, PlanKey
-from plancache.signature import Description, decode
+
+if TYPE_CHECKING:
+    from plancache.description import Description
 
 Quality = Literal["compiled", "heuristic", "tuned"]
 QUALITIES: tuple[Quality, ...] = ("compiled", "heuristic", "tuned")
@@ -26,6 +28,7 @@ FORMAT = 1
 MAX_BLOB_BYTES = 256 << 20
 """Bound on an unpacked plan: the largest seen is 0.2 MB; a Python engine's holds compiled kernels too."""
 
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)  # what other bytes can raise
 _LEVEL = 3  # zstd: 3.5 to 4 times smaller, and unpacks in 30 to 80 us
 
 
@@ -45,7 +48,7 @@ class Layout(NamedTuple):
     data_type: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a hit imports this module, and each generated method costs it 0.2 ms
 class Built:
     """What a build brought: all of an entry that cuDNN knows.
 
@@ -65,7 +68,7 @@ class Built:
     timings_s: Mapping[str, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Entry(Built):
     """A stored plan, and all that was learned when it was built. `proof`: `none` where nothing was run."""
 
@@ -87,6 +90,9 @@ class Entry(Built):
 
     @cached_property
     def description(self) -> Description:
+        """The graph that this plan computes."""
+        from plancache.description import decode
+
         return decode(self.key.components["signature"])
 
     @property
@@ -94,8 +100,8 @@ class Entry(Built):
         """The plan's name in cuDNN's terms, such as `eng7_k24=21`."""
         return self.recipe.name
 
-    def better_than(self, other: Entry | None) -> bool:
-        return other is None or QUALITIES.index(self.quality) > QUALITIES.index(other.quality)
+    def __repr__(self) -> str:
+        return f"<Entry {self.key.hex[:16]} {self.quality} {self.engine}>"
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -116,7 +122,7 @@ def pack(entry: Entry) -> Row:
     import zstandard
 
     facts = encode_facts(entry)
-    preimage = _join(entry.key.preimages)
+    preimage = join_preimages(entry.key.preimages)
     payload = zstandard.ZstdCompressor(level=_LEVEL).compress(entry.blob)
     return Row(entry.key.digest, preimage, facts, payload, checksum(entry.key.digest, preimage, facts, payload))
 
@@ -160,12 +166,12 @@ def unpack(row: Row, key: PlanKey | None = None) -> Entry:
         raise CorruptEntryError(f"entry {name} does not match its checksum")
     try:
         if key is None:
-            key = PlanKey(_split(row.preimage))
-        if key.digest != row.key or _join(key.preimages) != row.preimage:
+            key = PlanKey(split_preimage(row.preimage))
+        if key.digest != row.key or join_preimages(key.preimages) != row.preimage:
             raise ValueError("it is stored under another key than its own")
         facts, size = decode_facts(row.facts)
         return Entry(key=key, blob=_decompress(row.payload, size), **facts)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except MALFORMED as error:
         raise CorruptEntryError(f"entry {name} cannot be read: {error}") from error
 
 
@@ -185,11 +191,11 @@ def _decompress(payload: bytes, size: int) -> bytes:
     return blob
 
 
-def _join(preimages: tuple[bytes, ...]) -> bytes:
+def join_preimages(preimages: tuple[bytes, ...]) -> bytes:
     return b"".join(struct.pack("<I", len(preimage)) + preimage for preimage in preimages)
 
 
-def _split(data: bytes) -> tuple[bytes, ...]:
+def split_preimage(data: bytes) -> tuple[bytes, ...]:
     parts, at = [], 0
     while at < len(data):
         (size,) = struct.unpack_from("<I", data, at)
@@ -215,47 +221,3 @@ def usable(entry: Entry, here: Mapping[str, str | None]) -> str | None:
         if found != needed:
             return f"it needs {name} {needed}, here is {found}"
     return None
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A stored entry as listings show it, without its plan."""
-
-    key: PlanKey
-    facts: Mapping[str, Any] = field(repr=False)
-    size_bytes: int
-    hits: int
-    last_used_at: float | None
-
-    @classmethod
-    def of(cls, preimage: bytes, facts: bytes, size_bytes: int, hits: int, last_used_at: float | None) -> Listed:
-        try:
-            listed = cls(PlanKey(_split(preimage)), json.loads(facts), size_bytes, hits, last_used_at)
-            listed.to_dict()
-        except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
-            raise CorruptEntryError(f"a stored entry cannot be read: {error}; it is built anew when it is asked for") from error
-        return listed
-
-    @cached_property
-    def description(self) -> Description:
-        return decode(self.key.components["signature"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The entry as `plancache ls --json` prints it."""
-        components = self.key.components
-        return {
-            "key": self.key.hex,
-            "graph": self.description.summary,
-            "quality": self.facts["quality"],
-            "engine": self.facts["recipe"][0],
-            "device": json.loads(components["model"]),
-            "cudnn_version": json.loads(components["cudnn"])["version"],
-            "frontend_version": json.loads(components["frontend"]),
-            "workspace_bytes": self.facts["workspace_size"],
-            "plan_bytes": self.facts["blob_bytes"],
-            "stored_bytes": self.size_bytes,
-            "build_s": sum(self.facts["timings_s"].values()),
-            "created_at": self.facts["created_at"],
-            "hits": self.hits,
-            "last_used_at": self.last_used_at,
-        }

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from plancache.errors import DeviceError, DeviceFileError, LibraryError
 
@@ -235,8 +235,7 @@ def _read_device(ordinal: int) -> Device:
     return Device(properties, None, ordinal)
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """A shared library: where it is, and its ELF build id (None where it has none)."""
 
     path: str
@@ -306,8 +305,7 @@ def _cudnn_name(file: str) -> str | None:
     return name if name.startswith("libcudnn") and version.isdigit() else None
 
 
-@dataclass(frozen=True)
-class Libraries:
+class Libraries(NamedTuple):
     """cuDNN and its frontend as loaded in this process; `unknown` says what could not be found out, or is None."""
 
     cudnn_version: int
@@ -320,12 +318,12 @@ class Libraries:
         cudnn = load_frontend()
         return cls(cudnn.backend_version(), str(cudnn.__version__), *cudnn_libraries())
 
-    @cached_property
+    @property
     def frontend_tested(self) -> bool:
         """Whether plancache knows this frontend's graphs."""
         return FRONTENDS[0] <= _version(self.frontend_version) < FRONTENDS[1]
 
-    @cached_property
+    @property
     def folder(self) -> str | None:
         """The folder that libcudnn was loaded from."""
         return next((str(Path(library.path).parent) for library in self.cudnn.values()), None)

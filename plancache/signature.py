@@ -7,13 +7,12 @@ this module does not know, it refuses. It reads the frontend's objects by duck t
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from plancache.encoding import Reader, UnknownTypeError, encode, encode_extents, encode_mapping, encode_text
+from plancache.encoding import UnknownTypeError, encode, encode_extents, encode_mapping, encode_text
 from plancache.errors import GraphStateError
 
 VERSION = 1
@@ -78,32 +77,6 @@ class Reading(NamedTuple):
     graph: Any
 
 
-@dataclass(frozen=True)
-class Description:
-    """A decoded signature. Tensors are named by canonical uid, from 1; enums are `Enum` values."""
-
-    context: dict[str, Any]
-    options: dict[str, Any]
-    tensors: tuple[dict[str, Any], ...]
-    nodes: tuple[dict[str, Any], ...]
-
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The operations in order, in the frontend's terms: `("matmul", "bias", "gelu")`."""
-        return tuple(
-            str(node["params"].get("mode", "")) if node["node_type"] == "POINTWISE" else node["node_type"].lower() for node in self.nodes
-        )
-
-    @property
-    def summary(self) -> str:
-        """One line for people: operations, then type and dims of what goes in."""
-        first = self.nodes[0]["inputs"]
-        shapes = (self.tensors[uid - 1] for uid in first.values())
-        text = ", ".join("x".join(map(str, t["dim"])) for t in shapes if not t["is_pass_by_value"])
-        types = {t["data_type"].member for t in self.tensors if not t["is_virtual"] and t["data_type"] is not None}
-        return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
-
-
 # ---- the caller's graph, left as it is ------------------------------------------------------------------------------
 
 
@@ -131,7 +104,7 @@ def read(graph: Any, target: Target, resolved: dict[bytes, bytes] | None = None)
         described = _encode(graph, options, tensors)
         signature = None if resolved is None else resolved.get(described)
         if signature is None:
-            signature = _encode(inferred(graph)[0], options, [])
+            signature = _encode(inferred(graph), options, [])
     except UnknownTypeError as error:
         raise Uncacheable(str(error)) from None
     if resolved is not None:
@@ -144,29 +117,30 @@ def read(graph: Any, target: Target, resolved: dict[bytes, bytes] | None = None)
 _MOST_RESOLVED = 10_000
 
 
-def inferred(graph: Any) -> tuple[Any, list[Any]]:
-    """A scratch copy of a graph with types and dims inferred, and its tensors in canonical order."""
-    scratch = clone(graph)
+def inferred(graph: Any) -> Any:
+    """A scratch copy of a graph with types and dims inferred."""
+    scratch, tensors = clone(graph)
     scratch._lowered_graph = _NOT_LOWERED  # validate() lowers, and imports engines, only where this attribute is None
     try:
         type(scratch).validate(scratch)
     finally:
         scratch._lowered_graph = None
+    for tensor in tensors:
+        if tensor.dim and not tensor.stride:  # the frontend does this only for tensors whose names are unique
+            tensor.stride = [prod(tensor.dim[axis + 1 :]) for axis in range(len(tensor.dim))]
     node = scratch._unlowerable_node()
     if node is not None:
         raise Uncacheable(f"{node.node_type.name.lower()} runs on a Python engine of the frontend only")
+    return scratch
+
+
+def canonical_order(graph: Any) -> list[Any]:
+    """The tensors of a graph by canonical uid, from 1."""
     numbers: dict[int, int] = {}
     tensors: list[Any] = []
-    for node in scratch._nodes:
+    for node in graph._nodes:
         _node_bytes(node, numbers, tensors)
-    for tensor in tensors:
-        if tensor.dim and not tensor.stride:  # the frontend does this only for tensors whose names are unique
-            tensor.stride = _row_major(tensor.dim)
-    return scratch, tensors
-
-
-def _row_major(dim: Sequence[int]) -> list[int]:
-    return [prod(dim[axis + 1 :]) for axis in range(len(dim))]
+    return tensors
 
 
 _NOT_LOWERED = object()
@@ -190,8 +164,8 @@ def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
     )
 
 
-def clone(graph: Any) -> Any:
-    """A scratch graph with nodes and tensors of its own, as if just described."""
+def clone(graph: Any) -> tuple[Any, Iterable[Any]]:
+    """A scratch graph with nodes and tensors of its own, as if just described; and those tensors."""
     scratch = object.__new__(type(graph))
     scratch.__dict__.update(graph.__dict__)
     clones: dict[int, Any] = {}
@@ -221,7 +195,7 @@ def clone(graph: Any) -> Any:
     scratch._cpp_tensors, scratch._facts = {}, {}
     scratch._lowered_graph = scratch._candidates = scratch._backend_entries = None
     scratch._frozen = scratch._is_validated = scratch._cpp_bog_done = False
-    return scratch
+    return scratch, clones.values()
 
 
 def _check_state(graph: Any) -> None:
@@ -362,24 +336,3 @@ def _data_type(value: Any) -> bytes:
 
 # By identity, with the object beside it so that no id is used again: hashing an enum runs Python code.
 _DATA_TYPES: dict[int, tuple[Any, bytes]] = {}
-
-
-# ---- and back -------------------------------------------------------------------------------------------------------
-
-
-def decode(signature: bytes) -> Description:
-    """The description that a signature stands for. Raises `ValueError` for bytes that are not one."""
-    reader = Reader(signature)
-    version, options, context, tensors, nodes = (reader.value() for _ in range(5))
-    if version != VERSION or reader.at != len(signature):
-        raise ValueError(f"not a signature of version {VERSION}")
-    names = ("node_type", "compute_data_type", "params", "inputs", "outputs")
-    try:
-        return Description(
-            context=dict(zip(CONTEXT_FIELDS, context, strict=True)),
-            options=dict(zip(OPTION_FIELDS, options, strict=True)),
-            tensors=tuple(dict(zip(TENSOR_FIELDS, record, strict=True)) for record in tensors),
-            nodes=tuple(dict(zip(names, record, strict=True)) for record in nodes),
-        )
-    except TypeError as error:
-        raise ValueError(f"malformed signature: {error}") from None

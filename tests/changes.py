@@ -293,27 +293,3 @@ def typed(value: Any) -> Any:
     if hasattr(type(value), "__members__"):
         return type(value).__name__, value.name
     return type(value), value
-
-
-# ---- two small graphs -----------------------------------------------------------------------------------------------
-
-
-def matmul(**context: Any) -> Any:
-    import cudnn
-
-    kinds = cudnn.data_type
-    types = {"io_data_type": kinds.HALF, "intermediate_data_type": kinds.FLOAT, "compute_data_type": kinds.FLOAT}
-    graph = cudnn.pygraph(**types | context)
-    a, b = graph.tensor([8, 64, 32], name="a"), graph.tensor([8, 32, 16], name="b")
-    graph.matmul(a, b, padding=0.0).set_output(True)
-    return graph
-
-
-def scaled(value: Any, kind: str | None = "RUNTIME_PARAM") -> Any:
-    """x * value, the value given by value."""
-    import cudnn
-
-    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT, compute_data_type=cudnn.data_type.FLOAT)
-    scalar = graph.tensor_scalar(value, kind and getattr(cudnn.scalar_type, kind))
-    graph.mul(graph.tensor([2, 3, 4]), scalar).set_output(True)
-    return graph

@@ -12,8 +12,9 @@ from changes import UNSET, set_fields, snapshot, tensors_of, twin
 from zoo import NO_BUILDER, ZOO, node_types
 
 from plancache.backend import CudnnBackend
+from plancache.description import decode
 from plancache.environment import Device
-from plancache.signature import Reading, Uncacheable, decode, read
+from plancache.signature import Reading, Uncacheable, read
 
 cudnn = pytest.importorskip("cudnn")
 DEVICE = Device.from_file("h200")

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +15,14 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import make_entry as make
 
 from plancache import entry as module
-from plancache.entry import QUALITIES, Built, Candidate, Entry, Layout, Listed, Row, checksum, pack, unpack, usable
+from plancache.encoding import encode
+from plancache.entry import QUALITIES, Built, Candidate, Entry, Layout, Row, checksum, pack, unpack, usable
 from plancache.errors import CorruptEntryError
 from plancache.key import COMPONENTS, PlanKey
+from plancache.listing import Listed
 
 texts = st.text(max_size=8)
 counts = st.integers(0, 2**63 - 1)
@@ -47,25 +50,6 @@ entries = st.builds(
     proof=texts,
     tolerance=st.one_of(st.none(), seconds),
 )
-
-
-def make(**changes: Any) -> Entry:
-    plain = Entry(
-        blob=b"plan" * 100,
-        workspace_size=1024,
-        operands=(1, 2),
-        layouts={1: Layout((2, 3), (3, 1), "HALF")},
-        recipe=Candidate("eng7_k24=21", 7, {"TILE": 21}),
-        candidates=(),
-        behavior_notes=(),
-        requirements={},
-        timings_s={"lower": 0.25, "build": 0.5},
-        key=PlanKey(tuple(name.encode() for name in COMPONENTS)),
-        quality="heuristic",
-        created_at=1.0,
-        provenance={},
-    )
-    return replace(plain, **changes)
 
 
 def resealed(row: Row, **changes: Any) -> Row:
@@ -115,7 +99,7 @@ def test_a_large_plan_is_stored_small() -> None:
 # ---- changed rows ---------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(entries, st.sampled_from(Row._fields), st.data())
 def test_a_flipped_bit_is_found_before_anything_is_decompressed(entry: Entry, part: str, data: st.DataObject) -> None:
     """One bit of key, preimage, facts, payload or checksum: the row is corrupt, and was given to no decoder."""
@@ -306,9 +290,56 @@ def test_an_entry_of_a_build_has_all_that_the_build_brought() -> None:
     assert Entry.of(built, **more).build_s == 0.75
 
 
+SIGNATURE = encode(1) + encode([None] * 6) + encode([None] * 3)
+SIGNATURE += encode([[None, (2, 3), (3, 1), True, False, False, False, None, None, None, None, 1, 1]])
+SIGNATURE += encode([["POINTWISE", None, {"mode": "relu"}, {"IN_0": 1}, {"OUT_0": 1}]])
+TIMINGS = b'{"lower":0.25,"build":0.5}'
+LISTED_KEY = PlanKey((SIGNATURE, b"{}", b'"NVIDIA H200"', b"13000", b'{"version":91900}', b'"1.32.0"', b"{}", b"{}"))
+
+
 def test_a_listed_entry_is_the_entry_without_its_plan() -> None:
     """A listing shows key and facts as they were stored."""
-    row = pack(make())
+    row = pack(make(key=LISTED_KEY))
     listed = Listed.of(row.preimage, row.facts, len(row.payload), 3, 2.0)
-    assert listed.key == make().key
-    assert (listed.facts["quality"], listed.facts["workspace_size"], listed.facts["blob_bytes"]) == ("heuristic", 1024, 400)
+    assert listed.key == LISTED_KEY
+    assert listed.to_dict() == {
+        "key": LISTED_KEY.hex,
+        "graph": "relu [2x3] ",
+        "quality": "heuristic",
+        "engine": "eng7_k24=21",
+        "device": "NVIDIA H200",
+        "cudnn_version": 91900,
+        "frontend_version": "1.32.0",
+        "workspace_bytes": 1024,
+        "plan_bytes": 400,
+        "stored_bytes": len(row.payload),
+        "build_s": 0.75,
+        "created_at": 1.0,
+        "hits": 3,
+        "last_used_at": 2.0,
+    }
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(["preimage", "facts"]), st.data())
+def test_a_row_that_cannot_be_listed_is_corrupt(part: str, data: st.DataObject) -> None:
+    """Changed bytes of a row are a CorruptEntryError, or a listing that can be shown: one bad row blocks no other."""
+    row = pack(make(key=LISTED_KEY))
+    whole: bytes = getattr(row, part)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    new = data.draw(st.one_of(st.binary(max_size=4), st.sampled_from([b"1", b"null", b"[]", b"n:", b"i1:", b"l0:"])))
+    row = row._replace(**{part: whole[:at] + new + whole[at + data.draw(st.integers(0, 4)) :]})
+    try:
+        listed = Listed.of(row.preimage, row.facts, 1, 0, None)
+    except CorruptEntryError:
+        return
+    assert isinstance(listed.to_dict(), dict)
+
+
+@pytest.mark.parametrize(
+    "facts", [b"7", b"[]", b"{}", b"[" * 100_000, b"\xff", pack(make()).facts.replace(b'{"lower":0.25,"build":0.5}', b"[]")]
+)
+def test_facts_of_another_shape_cannot_be_listed(facts: bytes) -> None:
+    """JSON that is no entry's is corrupt too."""
+    with pytest.raises(CorruptEntryError):
+        Listed.of(pack(make(key=LISTED_KEY)).preimage, facts, 1, 0, None)

@@ -11,14 +11,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from changes import CONTEXT, LABELS, PLACES, changes, matmul, nested, scalars, scaled, snapshot, tensors_of, typed
+from changes import CONTEXT, LABELS, PLACES, changes, nested, scalars, snapshot, tensors_of, typed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from samples import matmul, scaled
 from zoo import ZOO
 
+from plancache.description import decode
 from plancache.encoding import encode
 from plancache.environment import Device
-from plancache.signature import OPTION_FIELDS, TENSOR_FIELDS, Uncacheable, decode, read
+from plancache.signature import OPTION_FIELDS, TENSOR_FIELDS, Uncacheable, read
 
 cudnn = pytest.importorskip("cudnn")
 DEVICE = Device.from_file("h200")

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from changes import matmul, scaled
+from samples import matmul, scaled
 from zoo import ZOO
 
 from plancache.environment import Device

@@ -13,7 +13,7 @@ from plancache.cli.command import Command, nothing_stored, print_json, settings_
 from plancache.cli.tables import count, cudnn_version, duration, engine, milliseconds, size, table
 
 if TYPE_CHECKING:
-    from plancache.entry import Listed
+    from plancache.listing import Listed
 
 _COLUMNS = ("key", "graph", "engine", "quality", ">size", ">build ms", ">hits", ">age", "device", "cudnn")
 

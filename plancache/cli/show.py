@@ -13,7 +13,8 @@ from plancache.cli.graph import operations, print_graph, tensors
 from plancache.cli.tables import count, cuda_version, cudnn_version, duration, milliseconds, pairs, shorten, size, table
 
 if TYPE_CHECKING:
-    from plancache.entry import Entry, Listed
+    from plancache.entry import Entry
+from plancache.listing import Listed
 
 _QUALITIES = {
     "compiled": "compiled (built without a GPU, by the heuristics' choice)",

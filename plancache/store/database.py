@@ -133,8 +133,10 @@ class Database:
         if self.revision() == HEAD:
             return
         with _faults(self.path), _MIGRATION, self._write_lock():
-            if self.revision() != HEAD:
-                self._prepare()
+            revision = self.revision()
+            if revision is None:
+                self._prepare()  # new files only: one of a later version is not to be touched
+            if revision != HEAD:
                 _migrate(self._writer())
 
     def _prepare(self) -> None:
