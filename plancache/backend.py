@@ -40,7 +40,7 @@ class Executable:
         self._address = ctypes.addressof(self._pointers)
         self._launch = None if graph.plans else getattr(graph._lowered_graph, "_execute_with_raw_ptrs", None)
 
-    def runner(self, buffers: Sequence[Any], addresses: Sequence[int], workspace: Any, workspace_address: int) -> Callable[[int], None]:
+    def runner(self, buffers: Sequence[Any], addresses: list[int], workspace: Any, workspace_address: int) -> Callable[[int], None]:
         """A function of the stream that runs the plan on these buffers, given in the order of `uids`."""
         from cudnn import set_stream
 
@@ -63,7 +63,7 @@ class Executable:
 
         return run
 
-    def run(self, buffers: Sequence[Any], addresses: Sequence[int], workspace: Any, workspace_address: int, stream: int) -> None:
+    def run(self, buffers: Sequence[Any], addresses: list[int], workspace: Any, workspace_address: int, stream: int) -> None:
         """Runs the plan once."""
         if self._launch is None:
             self.runner(buffers, addresses, workspace, workspace_address)(stream)
