@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from plancache.description import Description, decode
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
@@ -73,7 +72,7 @@ class Executable:
             from cudnn import set_stream
 
             set_stream(handle, stream)
-        self._pointers[:] = addresses
+        self._pointers[:] = addresses  # type: ignore[assignment]  # plain integers are what it is for
         self._launch(self._address, len(addresses), workspace_address, handle.backend_handle, -1)
 
 
@@ -96,9 +95,11 @@ class CudnnBackend:
 
     # ---- copies
 
-    def copy(self, description: Description, *, handle: Any = None) -> Any:
-        """A fresh graph of a description, with canonical uids and this device's sm_version."""
-        cudnn = load_frontend()
+    def copy(self, signature: bytes, *, handle: Any = None) -> Any:
+        """A fresh graph of a signature, with canonical uids and this device's sm_version."""
+        from plancache.description import decode
+
+        cudnn, description = load_frontend(), decode(signature)
         options = {name: _value(cudnn, value) for name, value in description.options.items()}
         options["sm_version"] = options["sm_version"] or self.device.sm_version
         place = {"handle": handle} if handle is not None else {"device_property": self.properties()}
@@ -124,7 +125,7 @@ class CudnnBackend:
 
     def check_copy(self, reading: Reading) -> None:
         """Raises `Uncacheable` where the copy lowers to something else than the caller's graph, labels and uids aside."""
-        copy = self.copy(decode(reading.signature))
+        copy = self.copy(reading.signature)
         if read(copy, self.device).signature != reading.signature:
             raise Uncacheable("its copy reads back differently")
         mine, theirs = self._lowered(copy), self._lowered(reading.graph)
@@ -155,7 +156,7 @@ class CudnnBackend:
         """
         with _BUILDING, self._on_device():
             handle = None if self.device.is_file else self.handle()
-            copy = self.copy(decode(signature), handle=handle)
+            copy = self.copy(signature, handle=handle)
             clock = [time.perf_counter()]
             self._plan(copy, constraints, clock)
             copy.build_plans()

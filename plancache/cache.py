@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from plancache import __version__
 from plancache.entry import Entry, unpack, usable
@@ -127,7 +128,7 @@ class PlanCache:
         self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
         self._hits: Counter[bytes] = Counter()
         self._condemned: dict[bytes, bytes] = {}
-        self._resolved: dict[bytes, bytes] = {}
+        self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
         self._statistics = Statistics()
         self._guard = threading.RLock()
         self._warned: set[str] = set()
@@ -152,7 +153,7 @@ class PlanCache:
         target = self._target()
         try:
             self._check_frontend(target)
-            reading = read(graph, target.device, self._resolved)
+            reading = read(graph, target.device, self._seen)
         except Uncacheable as error:
             return self._plan_uncached(graph, error.reason, target, build)
         key = make_key(reading.signature, target.place, result_changing_variables(), constraints or self._constraints)

@@ -68,11 +68,11 @@ class Difference(NamedTuple):
     theirs: bytes
 
 
-@dataclass(frozen=True)
 class PlanKey:
     """What a stored plan answers to: named components, and one digest over all of them."""
 
-    preimages: tuple[bytes, ...]
+    def __init__(self, preimages: tuple[bytes, ...]) -> None:
+        self.preimages = preimages
 
     @cached_property
     def digest(self) -> bytes:
@@ -80,6 +80,15 @@ class PlanKey:
         parts = [b"plancache-key:%d\0" % KEY_VERSION]
         parts += [name.encode() + b"\0" + _sha256(preimage) for name, preimage in zip(COMPONENTS, self.preimages, strict=True)]
         return hashlib.sha256(b"".join(parts)).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlanKey) and self.preimages == other.preimages
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"<PlanKey {self.hex[:16]}>"
 
     @property
     def hex(self) -> str:

@@ -7,7 +7,7 @@ this module does not know, it refuses. It reads the frontend's objects by duck t
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +73,7 @@ class Reading(NamedTuple):
     """What `read` found: the signature; and the caller's tensors in canonical order (canonical uid = index + 1)."""
 
     signature: bytes
-    tensors: tuple[Any, ...]
+    tensors: Sequence[Any]
     graph: Any
 
 
@@ -89,32 +89,28 @@ class Target(Protocol):
     def is_described_by(self, device_property: Any) -> bool: ...
 
 
-def read(graph: Any, target: Target, resolved: dict[bytes, bytes] | None = None) -> Reading:
+def read(graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, bytes] | None] | None = None) -> Reading:
     """Signature of a described graph that nobody planned yet; a graph that names the target has the key of one that does not.
 
-    `resolved`: remembers, between calls, what inference made of a description. Raises `GraphStateError` for an empty
-    or planned graph, `Uncacheable` for what cannot be copied exactly, and the frontend's own `ValueError` for dims
-    that do not fit.
+    `seen`: remembers, by graph, what inference made of its description, so that reading a graph again costs a third.
+    Raises `GraphStateError` for an empty or planned graph, `Uncacheable` for what cannot be copied exactly, and the
+    frontend's own `ValueError` for dims that do not fit.
     """
     _check_state(graph)
     _check_known(graph, target)
     options = _options(graph, target.sm_version)
-    tensors: list[Any] = []
     try:
-        described = _encode(graph, options, tensors)
-        signature = None if resolved is None else resolved.get(described)
-        if signature is None:
-            signature = _encode(inferred(graph), options, [])
+        if seen is None or graph not in seen:
+            if seen is not None:
+                seen[graph] = None
+            signature = _encode(inferred(graph), options)
+        else:
+            described, known = _encode(graph, options), seen[graph]
+            signature = known[1] if known and known[0] == described else _encode(inferred(graph), options)
+            seen[graph] = described, signature
     except UnknownTypeError as error:
         raise Uncacheable(str(error)) from None
-    if resolved is not None:
-        if len(resolved) >= _MOST_RESOLVED:
-            resolved.clear()
-        resolved[described] = signature
-    return Reading(signature, tuple(tensors), graph)
-
-
-_MOST_RESOLVED = 10_000
+    return Reading(signature, canonical_order(graph), graph)
 
 
 def inferred(graph: Any) -> Any:
@@ -135,22 +131,30 @@ def inferred(graph: Any) -> Any:
 
 
 def canonical_order(graph: Any) -> list[Any]:
-    """The tensors of a graph by canonical uid, from 1."""
-    numbers: dict[int, int] = {}
-    tensors: list[Any] = []
+    """The tensors of a graph by canonical uid, from 1: a walk over the ports, each tensor's ragged offset after it."""
+    tensors: dict[int, Any] = {}
+
+    def visit(tensor: Any) -> None:
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = tensor
+            if tensor.ragged_offset is not None:
+                visit(tensor.ragged_offset)
+
     for node in graph._nodes:
-        _node_bytes(node, numbers, tensors)
-    return tensors
+        for ports in (node.inputs, node.outputs):
+            for port in sorted(ports):
+                visit(ports[port])
+    return list(tensors.values())
 
 
 _NOT_LOWERED = object()
 
 
-def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
-    """The signature of an inferred scratch graph; collects its tensors in canonical order."""
-    numbers: dict[int, int] = {}
-    nodes = b"".join([_node_bytes(node, numbers, tensors) for node in scratch._nodes])
-    context = scratch._context
+def _encode(graph: Any, options: list[Any]) -> bytes:
+    """The bytes of a graph as it stands: a signature, where inference has been."""
+    tensors = canonical_order(graph)
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors, 1)}
+    context = graph._context
     return b"i%d:%bl3:%b%b%bl%d:%bl%d:%b" % (
         VERSION,
         encode(options),
@@ -159,8 +163,8 @@ def _encode(scratch: Any, options: list[Any], tensors: list[Any]) -> bytes:
         _data_type(context.compute_data_type),
         len(tensors),
         b"".join([_tensor_bytes(tensor, numbers) for tensor in tensors]),
-        len(scratch._nodes),
-        nodes,
+        len(graph._nodes),
+        b"".join([_node_bytes(node, numbers) for node in graph._nodes]),
     )
 
 
@@ -256,7 +260,7 @@ def _options(graph: Any, sm_version: int) -> list[Any]:
     return [*values, graph.is_cuda_graph_replay_expected]
 
 
-def _node_bytes(node: Any, numbers: dict[int, int], tensors: list[Any]) -> bytes:
+def _node_bytes(node: Any, numbers: Mapping[int, int]) -> bytes:
     if not _KNOWN_NODE.issuperset(node.__dict__):
         raise Uncacheable(f"a node has an attribute {min(node.__dict__.keys() - _KNOWN_NODE)!r} that plancache does not know")
     kind, inputs = node.node_type.name, node.inputs
@@ -269,22 +273,13 @@ def _node_bytes(node: Any, numbers: dict[int, int], tensors: list[Any]) -> bytes
     parts = [b"l5:", encode_text(kind), _data_type(node.compute_data_type), encode_mapping(node.params)]
     for ports, names in ((inputs, ordered), (node.outputs, sorted(node.outputs))):
         parts.append(b"d%d:" % len(names))
-        parts += [_port(name, numbers.get(id(ports[name])) or _number(ports[name], numbers, tensors)) for name in names]
+        parts += [_port(name, numbers[id(ports[name])]) for name in names]
     return b"".join(parts)
 
 
 @lru_cache(maxsize=4096)
 def _port(name: str, number: int) -> bytes:
     return encode_text(name) + b"i%d:" % number
-
-
-def _number(tensor: Any, numbers: dict[int, int], tensors: list[Any]) -> int:
-    """The canonical uid of a tensor: its place in a walk over the ports, from 1."""
-    tensors.append(tensor)
-    number = numbers[id(tensor)] = len(tensors)
-    if tensor.ragged_offset is not None and id(tensor.ragged_offset) not in numbers:
-        _number(tensor.ragged_offset, numbers, tensors)
-    return number
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------

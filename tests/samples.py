@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from plancache.entry import Candidate, Entry, Layout
@@ -47,3 +47,8 @@ def make_entry(**changes: Any) -> Entry:
         provenance={},
     )
     return replace(plain, **changes)
+
+
+def state(entry: Entry) -> dict[str, Any]:
+    """All that an entry holds, to compare two by: entries themselves are equal by identity."""
+    return {field.name: getattr(entry, field.name) for field in fields(Entry)}

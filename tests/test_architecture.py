@@ -17,7 +17,7 @@ PACKAGE = Path(plancache.__file__).parent
 MIGRATIONS = PACKAGE.parent / "migrations"
 
 ORDER = """
-errors settings encoding signature environment key entry store store.schema store.database store.sealed store.levels
+errors settings encoding signature description environment key entry listing store store.schema store.database store.sealed store.levels
 store.retention singleflight backend compiler proof autotune kernels plan cache graphs intercept startup cli __main__
 """.split()
 """A module imports only from those before it (docs/design.md); those of one package may import one another."""

@@ -133,11 +133,11 @@ def test_a_device_file_has_the_key_of_the_gpu_that_it_describes(ordinal: int) ->
 @pytest.mark.parametrize(
     ("libraries", "component"),
     [
-        (replace(LIBRARIES, cudnn_version=91901), "cudnn"),
-        (replace(LIBRARIES, frontend_version="1.32.1"), "frontend"),
-        (replace(LIBRARIES, cudnn=dict(list(LIBRARIES.cudnn.items())[1:])), "cudnn"),
+        (LIBRARIES._replace(cudnn_version=91901), "cudnn"),
+        (LIBRARIES._replace(frontend_version="1.32.1"), "frontend"),
+        (LIBRARIES._replace(cudnn=dict(list(LIBRARIES.cudnn.items())[1:])), "cudnn"),
         *(
-            (replace(LIBRARIES, cudnn={**LIBRARIES.cudnn, name: Library(library.path, "f" * 40)}), "cudnn")
+            (LIBRARIES._replace(cudnn={**LIBRARIES.cudnn, name: Library(library.path, "f" * 40)}), "cudnn")
             for name, library in LIBRARIES.cudnn.items()
         ),
     ],
@@ -150,7 +150,7 @@ def test_what_is_loaded_changes_the_key(libraries: Libraries, component: str) ->
 def test_where_a_library_lies_does_not_count() -> None:
     """A path is never in a key."""
     moved = {name: Library(f"/elsewhere/{name}", library.build_id) for name, library in LIBRARIES.cudnn.items()}
-    assert key(libraries=replace(LIBRARIES, cudnn=moved)) == key()
+    assert key(libraries=LIBRARIES._replace(cudnn=moved)) == key()
 
 
 def test_the_libraries_of_this_process_make_a_key() -> None:

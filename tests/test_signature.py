@@ -84,9 +84,15 @@ def read_changes(graph: Any) -> Iterator[tuple[Any, bytes]]:
             continue
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_a_remembered_inference_is_the_one_that_would_be_made(name: str) -> None:
+@pytest.mark.parametrize("node_type", sorted({ZOO[name].node_type for name in READABLE}))
+def test_a_remembered_inference_is_the_one_that_would_be_made(node_type: str) -> None:
     """Reading with a memory of earlier inferences gives the same signature, or refusal, as reading without."""
+    for name in READABLE:
+        if ZOO[name].node_type == node_type:
+            check_memory(name)
+
+
+def check_memory(name: str) -> None:
     graph, resolved = ZOO[name].make(), {}
     assert read(graph, DEVICE, resolved).signature == read(ZOO[name].make(), DEVICE, resolved).signature == signature(graph)
     assert len(resolved) == 1
@@ -164,14 +170,14 @@ def test_names_uids_and_orders_of_making_do_not_count(name: str, random: Random)
     assert signature(graph) == original
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_one_name_for_all_tensors_does_not_count(name: str) -> None:
+def test_one_name_for_all_tensors_does_not_count() -> None:
     """The frontend drops tensors of one name from its index, and infers less of them: the signature does not."""
-    graph = ZOO[name].make()
-    original = signature(graph)
-    for tensor in tensors_of(graph):
-        tensor.set_name("t")
-    assert signature(graph) == original
+    for name in READABLE:
+        graph = ZOO[name].make()
+        original = signature(graph)
+        for tensor in tensors_of(graph):
+            tensor.set_name("t")
+        assert signature(graph) == original, name
 
 
 def relabel(graph: Any, random: Random) -> None:
@@ -209,21 +215,21 @@ def test_the_order_of_arguments_does_not_count() -> None:
     assert signature(graph(turned=False)) == signature(graph(turned=True))
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_torch_and_cudnn_data_types_are_one(name: str) -> None:
+def test_torch_and_cudnn_data_types_are_one() -> None:
     """A graph described with torch's data types has the signature of the one with cuDNN's."""
     pytest.importorskip("torch")
     from cudnn import datatypes
 
     datatypes.is_torch_available()
     torch_types = {kind: theirs for theirs, kind in datatypes._torch_to_cudnn_data_type_dict.items()}
-    graph = ZOO[name].make()
-    original = signature(graph)
-    for holder in (*tensors_of(graph), *graph._nodes, graph._context):
-        for field, value in vars(holder).items():
-            if field.endswith("data_type"):
-                vars(holder)[field] = torch_types.get(value, value)
-    assert signature(graph) == original
+    for name in READABLE:
+        graph = ZOO[name].make()
+        original = signature(graph)
+        for holder in (*tensors_of(graph), *graph._nodes, graph._context):
+            for field, value in vars(holder).items():
+                if field.endswith("data_type"):
+                    vars(holder)[field] = torch_types.get(value, value)
+        assert signature(graph) == original, name
 
 
 def test_naming_the_device_that_is_planned_for_does_not_count() -> None:
@@ -238,21 +244,24 @@ def test_naming_the_device_that_is_planned_for_does_not_count() -> None:
 # ---- the caller's graph ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_reading_leaves_the_graph_as_it_was(name: str) -> None:
+def test_reading_leaves_the_graph_as_it_was() -> None:
     """Every attribute of graph, nodes and tensors is the same object with the same content after reading, or refusing."""
-    graph = ZOO[name].make()
-    before = snapshot(graph)
-    try:
-        read(graph, DEVICE)
-    except Uncacheable:
-        assert name not in READABLE
-    assert snapshot(graph) == before
+    for name, case in ZOO.items():
+        graph = case.make()
+        before = snapshot(graph)
+        try:
+            read(graph, DEVICE)
+        except Uncacheable:
+            assert name not in READABLE
+        assert snapshot(graph) == before, name
 
 
-@pytest.mark.parametrize("name", READABLE)
-def test_validating_a_graph_does_not_change_its_signature(name: str) -> None:
+def test_validating_a_graph_does_not_change_its_signature() -> None:
     """What `validate()` fills in is what reading infers; a graph that says for which device is read the same after it."""
+    assert sum(map(validates_unchanged, READABLE)) > 350
+
+
+def validates_unchanged(name: str) -> bool:
     graph = ZOO[name].make()
     options = {"device_property": cudnn.create_device_properties(DEVICE.properties_json), "sm_version": 90}
     graph._cpp_graph_kwargs.update(options | graph._cpp_graph_kwargs)
@@ -261,10 +270,11 @@ def test_validating_a_graph_does_not_change_its_signature(name: str) -> None:
         graph.validate()
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, TypeError):  # cuDNN 9.19 has no such graph
         assert not ZOO[name].lowers
-        return
+        return False
     before = snapshot(graph)
-    assert signature(graph) == original
+    assert signature(graph) == original, name
     assert snapshot(graph) == before
+    return True
 
 
 def test_a_parameter_changed_after_validating_counts() -> None:

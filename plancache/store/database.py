@@ -83,12 +83,7 @@ class Database:
         with _faults(self.path):
             connection = self._connect()
             try:
-                row = connection.execute(SELECT_REVISION).fetchone()
-                return str(row[0]) if row else None
-            except sqlite3.OperationalError as error:
-                if "no such table" in str(error):
-                    return None
-                raise
+                return _revision(connection)
             finally:
                 connection.close()
 
@@ -155,12 +150,16 @@ class Database:
         if getattr(local, "pid", None) == os.getpid() and local.connection is not None:
             return local.connection  # type: ignore[no-any-return]  # threading.local is untyped
         local.pid, local.connection = os.getpid(), None  # after a fork the parent's connection is dropped, not closed
-        if self.revision() != HEAD:
+        if not self.path.exists():
             return None
-        local.connection = self._connect()
+        connection = self._connect()
+        if _revision(connection) != HEAD:
+            connection.close()
+            return None
+        local.connection = connection
         with self._guard:
-            self._opened.append(local.connection)
-        return local.connection  # type: ignore[no-any-return]
+            self._opened.append(connection)
+        return connection
 
     def _connect(self, mode: str = "rw") -> sqlite3.Connection:
         address = f"file:{quote(str(self.path))}?mode={mode}"
@@ -196,6 +195,16 @@ class Database:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+
+
+def _revision(connection: sqlite3.Connection) -> str | None:
+    try:
+        row = connection.execute(SELECT_REVISION).fetchone()
+    except sqlite3.OperationalError as error:
+        if "no such table" not in str(error):
+            raise
+        return None
+    return str(row[0]) if row else None
 
 
 def _migrate(engine: Any) -> None:
