@@ -204,7 +204,7 @@ class PlanCache:
         row = None
         try:
             row = self._database.get(key.digest)
-            if row is None:
+            if row is None or row.checksum == self._condemned.get(key.digest):
                 return None
             entry = unpack(row, key)
             reason = usable(entry, target.backend.here)
@@ -358,13 +358,18 @@ class PlanCache:
 
     def _target(self) -> _Target:
         """What plans for the device that was named, or is current."""
-        ordinal = self._device.ordinal if self._device is not None else current_ordinal()
-        target = self._targets.get(ordinal)
+        if self._device is not None:
+            return self._target_of(self._device)
+        ordinal = current_ordinal()
+        return self._targets.get(ordinal) or self._target_of(Device.current(ordinal))
+
+    def _target_of(self, device: Device) -> _Target:
+        target = self._targets.get(device.ordinal)
         if target is None:
             with self._guard:
-                target = self._targets.get(ordinal)
+                target = self._targets.get(device.ordinal)
                 if target is None:
-                    target = self._targets[ordinal] = _Target(self._device or Device.current(ordinal))
+                    target = self._targets[device.ordinal] = _Target(device)
             if target.unknown:
                 self._warn("unknown", f"{target.unknown}: plans are kept in memory only, since what they depend on is not known")
         return target

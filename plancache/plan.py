@@ -221,7 +221,9 @@ class _Slot:
             raise self._error(f"shape {shape}, strides {stride}", f"expected shape {self.shape}, strides {self.stride} in elements")
 
     def _aligned(self, address: int) -> int:
-        if not address or address % ALIGNMENT_BYTES:
+        if not address:
+            raise self._error("it has no memory", "pass a tensor with storage on the plan's device")
+        if address % ALIGNMENT_BYTES:
             raise self._error(f"its address {address:#x} is not a multiple of {ALIGNMENT_BYTES} bytes", "pass a copy (.clone())")
         return address
 

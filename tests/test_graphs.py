@@ -284,7 +284,7 @@ def test_the_norm_references_agree_with_pytorch(kind: str, function: str) -> Non
 
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "identity": lambda torch, x: x,
+    "identity": lambda _, x: x,
     "relu": lambda torch, x: torch.nn.functional.relu(x),
     "gelu": lambda torch, x: torch.nn.functional.gelu(x),
     "gelu_approx_tanh": lambda torch, x: torch.nn.functional.gelu(x, approximate="tanh"),

@@ -135,21 +135,30 @@ def test_a_compile_time_constant_is_not_a_run_time_parameter() -> None:
 
 
 def test_one_tensor_on_two_ports_is_not_two_equal_tensors() -> None:
-    """Sharing is in the signature, also that of ragged offsets."""
+    """x @ x is not x @ y, however alike the two are."""
 
-    def graph(*, shared: bool, ragged: bool) -> Any:
+    def product(*, shared: bool) -> Any:
         made = cudnn.pygraph(io_data_type=HALF, compute_data_type=FLOAT)
-        offsets = [made.tensor([3, 1, 1], data_type=cudnn.data_type.INT32) for _ in range(2)]
-        tensors = [made.tensor([2, 8, 8], ragged_offset=offset if ragged else None) for offset in offsets]
-        if shared and ragged:
-            tensors[1].set_ragged_offset(offsets[0])
-        elif shared:
-            tensors[1] = tensors[0]
-        made.matmul(*tensors).set_output(True)
+        x, y = made.tensor([2, 8, 8]), made.tensor([2, 8, 8])
+        made.matmul(x, x if shared else y).set_output(True)
         return made
 
-    for ragged in (False, True):
-        assert signature(graph(shared=True, ragged=ragged)) != signature(graph(shared=False, ragged=ragged))
+    assert signature(product(shared=True)) != signature(product(shared=False))
+
+
+def test_which_ragged_offset_a_tensor_has_counts() -> None:
+    """No offset, the one that another tensor has, an equal one, and either of two that an operation reads: all differ."""
+
+    def product(first: int | None, second: int | None) -> bytes:
+        made = cudnn.pygraph(io_data_type=HALF, compute_data_type=FLOAT)
+        offsets = [made.tensor([3, 1, 1], data_type=cudnn.data_type.INT32) for _ in range(4)]
+        made.add(offsets[0], offsets[1]).set_output(True)
+        x, y = (made.tensor([2, 8, 8], ragged_offset=None if at is None else offsets[at]) for at in (first, second))
+        made.matmul(x, y).set_output(True)
+        return signature(made)
+
+    pairs = [(None, None), (0, None), (1, None), (0, 0), (0, 1), (1, 0), (1, 1), (2, None), (2, 2), (2, 3), (2, 0), (2, 1)]
+    assert len({product(*pair) for pair in pairs}) == len(pairs)
 
 
 def test_the_order_of_operations_counts() -> None:

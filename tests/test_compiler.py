@@ -1,0 +1,126 @@
+"""Building without a GPU: the child, its stand-in for the driver, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from samples import matmul
+
+from plancache import Constraints, graphs
+from plancache.compiler import Compiler, c_compiler, compile_stub
+from plancache.environment import mapped_libraries
+from plancache.errors import CompilerError
+from plancache.signature import read
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def compiler(device):
+    compiler = Compiler(device)
+    yield compiler
+    compiler.close()
+
+
+def signature(device) -> bytes:
+    return read(graphs.conv_bias_relu(batch=1, in_channels=32, out_channels=32, height=14, width=14).graph, device).signature
+
+
+def test_one_child_builds_and_this_process_never_loads_the_stand_in(compiler, device):
+    """Two builds come from one child; no libcuda is mapped here, and no temporary folder is left behind."""
+    before = mapped_libraries("libcuda")
+    first, second = compiler.build(signature(device), Constraints()), compiler.build(signature(device), Constraints())
+    assert first.recipe == second.recipe
+    assert mapped_libraries("libcuda") == before
+    child = compiler._child
+    compiler.close()
+    assert child.returncode == 0
+    assert not list(Path("/tmp").glob(f"plancache-*/{child.pid}"))
+
+
+def test_a_child_that_dies_is_an_error_for_one_graph(compiler, device):
+    """A crash in cuDNN ends the child; the error says how, and the next graph gets a new one."""
+    compiler.build(signature(device), Constraints())
+    os.kill(compiler._child.pid, signal.SIGSEGV)
+    compiler._child.wait()
+    assert compiler.build(signature(device), Constraints()).blob  # one that died between builds is replaced
+    os.kill(compiler._child.pid, signal.SIGSTOP)
+    child = compiler._child
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(CompilerError, match=r"killed by signal 9.*not affected"):
+        _build_with(compiler, child, device)
+    assert compiler.build(signature(device), Constraints()).blob
+
+
+def _build_with(compiler: Compiler, child: subprocess.Popen, device) -> None:
+    """A build whose child dies while it is asked: it is alive when the request is sent."""
+    original, compiler._running = compiler._running, lambda: child
+    try:
+        compiler.build(signature(device), Constraints())
+    finally:
+        compiler._running = original
+
+
+def test_cudnns_refusal_comes_through_as_its_own_error(compiler, device):
+    """An unsupported graph raises cuDNN's exception here; a bad constraint is an error that lists the names."""
+    import cudnn
+
+    made = read(matmul(), device).signature
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError):
+        compiler.build(made, Constraints(required_behavior_notes=("REQUIRES_FILTER_INT8x32_REORDER",)))
+    with pytest.raises(CompilerError, match="TENSOR_CORE"):
+        compiler.build(made, Constraints(barred_numerical_notes=("NO_SUCH_NOTE",)))
+
+
+def test_a_changed_variable_gets_a_child_of_its_own(compiler, device, monkeypatch):
+    """The child inherits result-changing variables, so one started under others is not asked."""
+    compiler.build(signature(device), Constraints())
+    first = compiler._child
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    compiler.build(signature(device), Constraints())
+    assert compiler._child is not first
+    assert first.returncode == 0
+
+
+@pytest.mark.skipif(has_driver(), reason="the driver's library is here, so none has to be made")
+def test_without_driver_and_compiler_both_cures_are_named():
+    """Neither libcuda nor a C compiler: the error names both ways out."""
+    script = "from plancache.compiler import provide_driver; provide_driver(13000)"
+    environment = {**os.environ, "PATH": "/nowhere", "CC": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "install a C compiler" in done.stderr
+    assert "NVIDIA driver's library" in done.stderr
+
+
+def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
+    """A broken C compiler is an error with its own words."""
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'no headers here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    assert c_compiler() == str(broken)
+    with pytest.raises(CompilerError, match="no headers here"):
+        compile_stub(str(tmp_path / "libcuda.so.1"), 13000)
+
+
+def test_the_stand_in_says_that_there_is_no_device(tmp_path):
+    """The stand-in reports the device file's driver version and CUDA_ERROR_NO_DEVICE."""
+    library = tmp_path / "libcuda.so.1"
+    compile_stub(str(library), 12345)
+    stub, version = ctypes.CDLL(str(library)), ctypes.c_int()
+    assert stub.cuInit(0) == 100
+    assert stub.cuDriverGetVersion(ctypes.byref(version)) == 0
+    assert version.value == 12345
