@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
@@ -22,7 +22,11 @@ from plancache.errors import DeviceFileError
 from plancache.key import Constraints
 from plancache.signature import Reading, Uncacheable, canonical_order, inferred, read
 
+if TYPE_CHECKING:
+    from plancache.description import Description
+
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
+_LABEL = "plancache"
 
 # The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
 _BUILDING = threading.RLock()
@@ -95,16 +99,14 @@ class CudnnBackend:
 
     # ---- copies
 
-    def copy(self, signature: bytes, *, handle: Any = None) -> Any:
-        """A fresh graph of a signature, with canonical uids and this device's sm_version."""
-        from plancache.description import decode
-
-        cudnn, description = load_frontend(), decode(signature)
+    def copy(self, description: Description, *, handle: Any = None) -> Any:
+        """A fresh graph of a description, with canonical uids and labels and this device's sm_version."""
+        cudnn = load_frontend()
         options = {name: _value(cudnn, value) for name, value in description.options.items()}
         options["sm_version"] = options["sm_version"] or self.device.sm_version
         place = {"handle": handle} if handle is not None else {"device_property": self.properties()}
         context = {name: _value(cudnn, value) for name, value in description.context.items()}
-        graph = cudnn.pygraph(name="plancache", **context, **options, **place)
+        graph = cudnn.pygraph(name=_LABEL, **context, **options, **place)
         tensors: dict[int, Any] = {}
         for uid, record in enumerate(description.tensors, 1):
             attributes = {name: _value(cudnn, value) for name, value in record.items() if name != "ragged_offset"}
@@ -125,7 +127,9 @@ class CudnnBackend:
 
     def check_copy(self, reading: Reading) -> None:
         """Raises `Uncacheable` where the copy lowers to something else than the caller's graph, labels and uids aside."""
-        copy = self.copy(reading.signature)
+        from plancache.description import decode
+
+        copy = self.copy(decode(reading.signature))
         if read(copy, self.device).signature != reading.signature:
             raise Uncacheable("its copy reads back differently")
         mine, theirs = self._lowered(copy), self._lowered(reading.graph)
@@ -133,19 +137,22 @@ class CudnnBackend:
             raise Uncacheable(f"its copy lowers differently: {_first_difference(mine, theirs)}")
 
     def _lowered(self, graph: Any) -> Any:
-        """The lowered form of a graph as cuDNN's JSON without labels, made on a scratch graph with canonical uids."""
+        """The lowered form of a graph as cuDNN's JSON, made on a scratch graph with canonical uids and labels."""
         scratch = inferred(graph)
-        tensors = canonical_order(scratch)
         scratch._handle = None
-        scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
-        for uid, tensor in enumerate(tensors, 1):
-            tensor.uid = uid
-        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in tensors}
+        scratch._cpp_graph_kwargs.update(name=_LABEL, device_property=self.properties(), sm_version=self.device.sm_version)
+        for uid, tensor in enumerate(canonical_order(scratch), 1):
+            tensor.uid, tensor.name = uid, f"t{uid}"
+        for index, node in enumerate(scratch._nodes):
+            node.name = f"n{index}"
+        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in canonical_order(scratch)}
         with _BUILDING:
             lowered = scratch._lower_to_cpp()
             lowered.validate()
             lowered.build_operation_graph()
-        return _without_labels(json.loads(repr(lowered)))
+        form = json.loads(repr(lowered))
+        form.pop("gid", None)  # counts the graphs of the process
+        return form
 
     # ---- building
 
@@ -154,9 +161,11 @@ class CudnnBackend:
 
         Raises cuDNN's own error where it has no plan.
         """
+        from plancache.description import decode
+
         with _BUILDING, self._on_device():
             handle = None if self.device.is_file else self.handle()
-            copy = self.copy(signature, handle=handle)
+            copy = self.copy(decode(signature), handle=handle)
             clock = [time.perf_counter()]
             self._plan(copy, constraints, clock)
             copy.build_plans()
@@ -323,14 +332,6 @@ def _member(cudnn: Any, kind: str, name: str) -> Any:
     if name not in members:
         raise ValueError(f"{name!r} is not one of cudnn.{kind}: {', '.join(members)}")
     return members[name]
-
-
-def _without_labels(form: Any) -> Any:
-    if isinstance(form, dict):
-        return {name: _without_labels(value) for name, value in form.items() if name not in ("name", "gid")}
-    if isinstance(form, list):
-        return [_without_labels(item) for item in form]
-    return form
 
 
 def _first_difference(mine: Any, theirs: Any, at: str = "graph") -> str:
