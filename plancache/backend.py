@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -299,21 +300,26 @@ class CudnnBackend:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Lets this thread allocate and free while another one captures in torch's default mode; both would fail otherwise.
-
-    Source: cuThreadExchangeStreamCaptureMode, CU_STREAM_CAPTURE_MODE_RELAXED 2.
-    """
-    try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
+    """Lets this thread allocate and free while another one captures in torch's default mode; both would fail otherwise."""
+    exchange = _exchange_capture_mode()
+    if exchange is None:
         yield
         return
-    mode = ctypes.c_int(2)
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     exchange(ctypes.byref(mode))
     try:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+@lru_cache(maxsize=1)
+def _exchange_capture_mode() -> Any:
+    """The driver's cuThreadExchangeStreamCaptureMode, or None where there is no driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 def _value(cudnn: Any, value: Any) -> Any:

@@ -51,7 +51,6 @@ def refusal(name: str) -> str | None:
 
 
 READABLE = [name for name in ZOO if refusal(name) is None]
-
 LOWERED = [name for name in READABLE if ZOO[name].lowers]
 
 
@@ -136,7 +135,7 @@ def losses(copy: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         yield name, lambda change={name: UNSET}: set_fields(copy._cpp_graph_kwargs, **change)
 
 
-@pytest.mark.parametrize("name", [name for name in READABLE if ZOO[name].lowers])
+@pytest.mark.parametrize("name", LOWERED)
 def test_a_copy_that_loses_anything_is_caught(name: str, backend: CudnnBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a copy loses of what its signature says, it is refused before anything is built of it."""
     reading = reading_of(name)

@@ -66,3 +66,11 @@ def test_facts_of_another_shape_cannot_be_listed(facts: bytes) -> None:
     """JSON that is no entry's is corrupt too."""
     with pytest.raises(CorruptEntryError):
         Listed.of(pack(make(key=LISTED_KEY)).preimage, facts, 1, 0, None)
+
+
+def test_a_truncated_key_cannot_be_listed() -> None:
+    """A preimage whose end is missing is corrupt, even where what is missing is not shown."""
+    row = pack(make(key=LISTED_KEY))
+    for end in range(len(row.preimage)):
+        with pytest.raises(CorruptEntryError):
+            Listed.of(row.preimage[:end], row.facts, 1, 0, None)
