@@ -171,7 +171,7 @@ class PlanCache:
         entry = loaded.entry
         assert entry is not None
         tensors = [reading.tensors[uid - 1] for uid in entry.operands]
-        return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph._nodes, origin)
+        return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
 
     def _look_up(self, key: PlanKey, target: _Target) -> tuple[Loaded, str] | None:
         """What answers a key: memory, then the store; loaded for this thread."""
@@ -292,7 +292,7 @@ class PlanCache:
         with self._guard:
             self._statistics.builds += 1
         loaded = Loaded(lambda: executable, device=target.device.ordinal, workspace_size=size, entry=None)
-        return Plan(loaded, tensors, layouts, graph._nodes, "built")
+        return Plan(loaded, tensors, layouts, graph, "built")
 
     # ---- many at once, and looking
 

@@ -8,6 +8,7 @@ ends the child and is an error for one graph.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import shutil
@@ -41,15 +42,23 @@ class Compiler:
 
     def build(self, signature: bytes, constraints: Constraints) -> Built:
         """Builds a signature. Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails."""
+        request = json.dumps({"device": asdict(self._device), "constraints": asdict(constraints)}).encode()
         with self._guard:
             child = self._running()
-            request = json.dumps({"device": asdict(self._device), "constraints": asdict(constraints)}).encode()
             try:
                 _send(child.stdin, request, signature)
                 answer, blob = _receive(child.stdout)
             except (EOFError, OSError) as error:
                 raise CompilerError(self._obituary()) from error
-        return _built_or_raise(json.loads(answer), blob)
+            except BaseException:  # interrupted: the answer would be taken for the next request's
+                child.kill()
+                self._stop()
+                raise
+        facts = json.loads(answer)
+        if facts.pop("of") != _digest(request, signature):
+            self.close()
+            raise CompilerError("the process that builds without a GPU answered another request; it was ended, ask again")
+        return _built_or_raise(facts, blob)
 
     def _running(self) -> subprocess.Popen[bytes]:
         variables = result_changing_variables()
@@ -113,7 +122,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             unsupported = isinstance(error, load_frontend().cudnnGraphNotSupportedError)
             message = str(error) if unsupported else f"{type(error).__name__}: {error}"
             answer, blob = {"error": "unsupported" if unsupported else "compiler", "message": message}, b""
-        _send(answers, json.dumps(answer).encode(), blob)
+        _send(answers, json.dumps({**answer, "of": _digest(request, signature)}).encode(), blob)
 
 
 def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
@@ -164,6 +173,10 @@ def compile_stub(library: str, driver_version: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise CompilerError(f"{compiler} cannot compile the driver stub: {done.stderr.strip()[-400:]}; install a working C compiler")
+
+
+def _digest(request: bytes, signature: bytes) -> str:
+    return hashlib.sha256(request + b"\0" + signature).hexdigest()
 
 
 def _send(pipe: IO[bytes] | None, header: bytes, body: bytes) -> None:

@@ -240,20 +240,22 @@ class _Slot:
 class Plan:
     """A ready plan for the graph that it was asked for with. `origin`: `memory`, `local` or `built`."""
 
-    def __init__(self, loaded: Loaded, tensors: Sequence[Any], layouts: Sequence[Layout], nodes: Sequence[Any], origin: str) -> None:
-        """`tensors`: the caller's, in the order of the entry's operands, with their lowered `layouts`; `nodes`: the graph's."""
+    def __init__(self, loaded: Loaded, tensors: Sequence[Any], layouts: Sequence[Layout], graph: Any, origin: str) -> None:
+        """`tensors`: the caller's, in the order of the entry's operands, with their lowered `layouts`; `graph`: the caller's."""
         self._loaded = loaded
         self.origin = origin
         self._frozen = [(tensor, tensor.uid, tensor.name) for tensor in tensors]  # the caller may renumber and rename
         self._layouts = layouts
-        self._nodes = nodes
+        self._outputs = frozenset(id(tensor) for node in graph._nodes for tensor in node.outputs.values())
+        self._bound = dict(graph._data_bindings)  # buffers that the caller described the graph with, by uid
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
         """What an execution must bind, in the words of the graph that was planned."""
-        outputs = {id(tensor) for node in self._nodes for tensor in node.outputs.values()}
         return tuple(
-            Operand(name, uid, layout.dim, layout.stride, layout.data_type or "NOT_SET", id(tensor) in outputs, tensor.is_pass_by_value)
+            Operand(
+                name, uid, layout.dim, layout.stride, layout.data_type or "NOT_SET", id(tensor) in self._outputs, tensor.is_pass_by_value
+            )
             for (tensor, uid, name), layout in zip(self._frozen, self._layouts, strict=True)
         )
 
@@ -351,6 +353,10 @@ class Plan:
                 raise OperandError(f"operand {slot.operand.name!r} (uid {slot.uid}) is given twice")
             buffers[slot.index] = buffer
             addresses[slot.index] = address
+        for uid, buffer in self._bound.items():
+            slot = slots.get(uid)
+            if slot is not None and not addresses[slot.index]:
+                buffers[slot.index], addresses[slot.index] = slot.accept(buffer)
         if 0 in addresses:
             missing = [
                 f"{operand.name!r} (uid {operand.uid})" for operand, address in zip(self.operands, addresses, strict=True) if not address

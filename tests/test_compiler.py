@@ -73,6 +73,26 @@ def _build_with(compiler: Compiler, child: subprocess.Popen, device) -> None:
         compiler._running = original
 
 
+def test_an_answer_is_never_taken_for_another_requests(compiler, device, monkeypatch):
+    """After an interrupt the child is ended, so that its late answer cannot be read as the next one's; answers name their request."""
+    other = read(matmul(), device).signature
+    first = compiler.build(signature(device), Constraints())
+
+    def interrupted(_pipe):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("plancache.compiler._receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compiler.build(other, Constraints())
+    assert compiler.build(signature(device), Constraints()).recipe == first.recipe
+    with monkeypatch.context() as patched:
+        patched.setattr("plancache.compiler._digest", lambda *_: "another")
+        with pytest.raises(CompilerError, match="another request"):
+            compiler.build(other, Constraints())
+    assert compiler.build(signature(device), Constraints()).recipe == first.recipe
+
+
 def test_cudnns_refusal_comes_through_as_its_own_error(compiler, device):
     """An unsupported graph raises cuDNN's exception here; a bad constraint is an error that lists the names."""
     import cudnn

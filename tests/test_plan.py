@@ -39,9 +39,10 @@ class Case:
         self.scale = graph.tensor([1, 1, 1], name="scale", is_pass_by_value=True)
         self.y = graph.mul(self.x, self.scale).set_output(True).set_name("y")
         layouts = [Layout((2, 3, 8), (24, 8, 1), "FLOAT"), Layout((1, 1, 1), (1, 1, 1), "FLOAT"), Layout((2, 3, 8), (24, 8, 1), "FLOAT")]
+        self.graph = graph
         self.noting = Noting()
         self.loaded = Loaded(lambda: self.noting, device=HOST, workspace_size=0, entry=None)
-        self.plan = Plan(self.loaded, [self.x, self.scale, self.y], layouts, graph.nodes, "built")
+        self.plan = Plan(self.loaded, [self.x, self.scale, self.y], layouts, graph, "built")
         self.buffers = {"x": torch.zeros(2, 3, 8), "scale": torch.ones(1, 1, 1), "y": torch.zeros(2, 3, 8)}
 
 
@@ -135,7 +136,7 @@ def test_names_and_uids_are_those_of_planning(case):
 def test_two_tensors_of_one_name_are_not_bound_by_it():
     """An ambiguous name is no key; tensors and uids still are."""
     case = Case()
-    plan = Plan(case.loaded, [case.x, case.y], [Layout((8,), (1,), "FLOAT")] * 2, [], "built")
+    plan = Plan(case.loaded, [case.x, case.y], [Layout((8,), (1,), "FLOAT")] * 2, case.graph, "built")
     plan._frozen = [(case.x, case.x.uid, "same"), (case.y, case.y.uid, "same")]
     with pytest.raises(OperandError, match="'same' is no operand"):
         plan.execute({"same": torch.zeros(8), case.y: torch.zeros(8)})
@@ -180,3 +181,18 @@ def test_a_closed_plan_does_not_run(case):
     for call in (run, lambda: case.plan.execute(case.buffers)):
         with pytest.raises(NotExecutableError):
             call()
+
+
+def test_buffers_that_the_graph_was_described_with_are_bound(case):
+    """A tensor given to a builder is used where the caller names no other, as the frontend does."""
+    import cudnn
+
+    x, other, y = torch.zeros(2, 3, 8), torch.zeros(2, 3, 8), torch.zeros(2, 3, 8)
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FLOAT)
+    out = graph.relu(graph.tensor([2, 3, 8], name="x"))
+    (given,) = graph.nodes[0].inputs.values()
+    graph._data_bindings[given.uid] = x
+    plan = Plan(case.loaded, [given, out], [Layout((2, 3, 8), (24, 8, 1), "FLOAT")] * 2, graph, "built")
+    plan.execute({out: y})
+    plan.execute({out: y, given: other})
+    assert case.noting.runs == [[x.data_ptr(), y.data_ptr()], [other.data_ptr(), y.data_ptr()]]
