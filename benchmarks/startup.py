@@ -1,8 +1,8 @@
 """Start-up on a GPU, each way in a fresh process: bare loads, plancache's hit path, building.
 
-What is timed, in each process: from the moment that torch and cudnn are imported, the CUDA context exists and the graphs
-are described, until every plan is ready. So plancache's own imports count, and what all ways share does not; a second
-figure runs every plan once as well. The bare way reads files whose names it knows and calls `deserialize`.
+What is timed, in each process: from the moment that torch is imported and the CUDA context exists until every plan is
+ready: importing cudnn, describing the graphs, and then reading files whose names are known and calling `deserialize`
+(bare), asking plancache, whose imports count, or building. A second figure runs every plan once as well.
 
 The CUDA driver and NVRTC keep a compute cache of their own (~/.nv), which makes a second build of the same kernels
 cheaper. So everything is measured twice: with that cache empty, as in a new container, and with it full, as at a restart
@@ -81,23 +81,19 @@ def _figures(kind: str, full: bool, count: int, samples: dict[str, list[dict[str
 
 
 def _main(way: str, kind: str, folder: Path) -> None:
-    import cudnn  # noqa: F401  # shared by all ways, so not timed
     import torch
 
-    from plancache import graphs
-
     torch.zeros(1, device="cuda")
-    torch.cuda.synchronize()
-    described = list(graphs.mixed(GRAPHS))
     if way == "prepare":
-        print(_prepare(kind, folder, described))
+        print(_prepare(kind, folder))
         return
-    described = [example for example in described if (folder / f"{example.name}.plan").exists()]
-    operands = [_operands(folder, example) for example in described]
-    ready = {"bare": _bare, "plancache": _plancache, "build": _build}[way]
+    operands = {path.stem: _operands(path) for path in folder.glob("*.json")}
     torch.cuda.synchronize()
     started = time.perf_counter()
-    runs = ready(kind, folder, described, operands)
+    from plancache import graphs
+
+    described = [example for example in graphs.mixed(GRAPHS) if example.name in operands]
+    runs = {"bare": _bare, "plancache": _plancache, "build": _build}[way](kind, folder, described, operands)
     ready_s = time.perf_counter() - started
     for run in runs:
         run()
@@ -111,16 +107,16 @@ def _constraints(kind: str) -> Any:
     return Constraints(required_behavior_notes=RUNTIME_COMPILED if kind == "compiled" else ())
 
 
-def _prepare(kind: str, folder: Path, described: list[Any]) -> int:
+def _prepare(kind: str, folder: Path) -> int:
     """Fills a cache directory and a folder of bare plans; returns the number of plans."""
-    from plancache import PlanCache
+    from plancache import PlanCache, graphs
 
     count = 0
     with PlanCache(folder / "cache", constraints=_constraints(kind), strict=True) as cache:
-        for example in described:
+        for example in graphs.mixed(GRAPHS):
             try:
                 plan = cache.plan(example.graph)
-            except RuntimeError as error:
+            except Exception as error:  # cuDNN has no plan for it under these constraints
                 print(f"left out, {example.name}: {error}", file=sys.stderr)
                 continue
             (folder / f"{example.name}.plan").write_bytes(plan.entry.blob)
@@ -138,11 +134,11 @@ class _Operands:
         self.by_uid, self.by_name, self.workspace = by_uid, by_name, workspace
 
 
-def _operands(folder: Path, example: Any) -> _Operands:
+def _operands(path: Path) -> _Operands:
     import torch
 
     types = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32, "FP8_E4M3": torch.float8_e4m3fn}
-    facts, workspace_size = json.loads((folder / f"{example.name}.json").read_text())
+    facts, workspace_size = json.loads(path.read_text())
     by_uid = {
         uid: torch.empty_strided(dim, stride, dtype=types[kind], device="cpu" if by_value else "cuda")
         for uid, dim, stride, kind, _, by_value in facts
@@ -151,7 +147,7 @@ def _operands(folder: Path, example: Any) -> _Operands:
     return _Operands(by_uid, by_name, torch.empty(max(16, workspace_size), dtype=torch.uint8, device="cuda"))
 
 
-def _bare(_: str, folder: Path, described: list[Any], operands: list[_Operands]) -> list[Any]:
+def _bare(_: str, folder: Path, described: list[Any], operands: dict[str, _Operands]) -> list[Any]:
     import cudnn
 
     handle = cudnn.create_handle()
@@ -160,18 +156,20 @@ def _bare(_: str, folder: Path, described: list[Any], operands: list[_Operands])
         graph = cudnn.pygraph(handle=handle)
         graph.deserialize(handle, (folder / f"{example.name}.plan").read_bytes())
         graphs.append(graph)
-    return [partial(graph.execute, own.by_uid, own.workspace, handle=handle) for graph, own in zip(graphs, operands, strict=True)]
+    owns = [operands[example.name] for example in described]
+    return [partial(graph.execute, own.by_uid, own.workspace, handle=handle) for graph, own in zip(graphs, owns, strict=True)]
 
 
-def _plancache(kind: str, folder: Path, described: list[Any], operands: list[_Operands]) -> list[Any]:
+def _plancache(kind: str, folder: Path, described: list[Any], operands: dict[str, _Operands]) -> list[Any]:
     from plancache import PlanCache
 
     cache = PlanCache(folder / "cache", constraints=_constraints(kind), strict=True, build="forbid")
     plans = [cache.plan(example.graph) for example in described]
-    return [partial(plan.execute, own.by_name, own.workspace) for plan, own in zip(plans, operands, strict=True)]
+    owns = [operands[example.name] for example in described]
+    return [partial(plan.execute, own.by_name, own.workspace) for plan, own in zip(plans, owns, strict=True)]
 
 
-def _build(kind: str, _: Path, described: list[Any], operands: list[_Operands]) -> list[Any]:
+def _build(kind: str, _: Path, described: list[Any], operands: dict[str, _Operands]) -> list[Any]:
     import cudnn
 
     handle = cudnn.create_handle()
@@ -192,7 +190,7 @@ def _build(kind: str, _: Path, described: list[Any], operands: list[_Operands]) 
             torch_workspace(example.graph),
             handle=handle,
         )
-        for example, own in zip(described, operands, strict=True)
+        for example, own in ((example, operands[example.name]) for example in described)
     ]
 
 

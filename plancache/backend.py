@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
-from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend
+from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
 from plancache.signature import Reading, Uncacheable, canonical_order, inferred, read
@@ -97,6 +97,7 @@ class CudnnBackend:
         self._local = threading.local()
         self._handles: list[Any] = []
         self._properties: Any = None
+        self._nvrtc: list[Any] = []
 
     # ---- copies
 
@@ -234,20 +235,29 @@ class CudnnBackend:
 
     # ---- loading
 
-    def load(self, blob: bytes, operands: tuple[int, ...]) -> Executable:
+    def load(self, built: Built) -> Executable:
         """Loads a checked plan for this thread and device. Raises whatever cuDNN raises."""
         cudnn = load_frontend()
         handle = self.handle()
         graph = cudnn.pygraph(handle=handle)
+        if "RUNTIME_COMPILATION" in built.behavior_notes:
+            self._keep_nvrtc()
         # With a handle: without one plans of some engines are refused, once others were loaded in the process. A load
         # with one runs a warm-up that captures and allocates, which a capture in another thread must not notice.
         with self._on_device(), quietly():
-            if blob.startswith(_PYTHON_PLAN):
+            if built.blob.startswith(_PYTHON_PLAN):
                 with _BUILDING:
-                    graph.deserialize(handle, blob, enforce_precompiled=True)
+                    graph.deserialize(handle, built.blob, enforce_precompiled=True)
             else:
-                graph.deserialize(handle, blob)
-        return Executable(graph, operands, handle)
+                graph.deserialize(handle, built.blob)
+        return Executable(graph, built.operands, handle)
+
+    def _keep_nvrtc(self) -> None:
+        """Keeps NVRTC mapped. cuDNN opens and closes it at each load of a runtime-compiled plan, which takes 17 ms where
+        nobody else holds it, as torch does; the load itself takes 2."""
+        if not self._nvrtc:
+            path = loaded_or_near("libnvrtc", self.libraries.folder)
+            self._nvrtc.append(ctypes.CDLL(path) if path else None)
 
     def check_loads(self, blob: bytes) -> None:
         """Loads a plan without a device, and drops it. Raises whatever cuDNN raises."""

@@ -222,7 +222,7 @@ class PlanCache:
     def _ready(self, entry: Entry, target: _Target) -> Loaded:
         """An entry as a plan that this thread can run, kept in memory."""
         loaded = Loaded(
-            lambda: target.backend.load(entry.blob, entry.operands),
+            lambda: target.backend.load(entry),
             device=target.device.ordinal,
             workspace_size=entry.workspace_size,
             entry=entry,
