@@ -134,7 +134,13 @@ class CudnnBackend:
         copy = self.copy(decode(reading.signature))
         if read(copy, self.device).signature != reading.signature:
             raise Uncacheable("its copy reads back differently")
-        mine, theirs = self._lowered(copy), self._lowered(reading.graph)
+        try:
+            theirs = self._lowered(reading.graph)
+        except load_frontend().cudnnGraphNotSupportedError as error:
+            if self.device.is_file:
+                raise
+            raise Uncacheable(f"cuDNN's backend does not take it, a Python engine may: {error}") from error
+        mine = self._lowered(copy)
         if mine != theirs:
             raise Uncacheable(f"its copy lowers differently: {_first_difference(mine, theirs)}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from plancache.errors import CorruptEntryError
+from plancache.errors import CorruptEntryError, StoreError
 from plancache.key import COMPONENTS, PlanKey
 
 if TYPE_CHECKING:
@@ -118,9 +118,11 @@ class Row(NamedTuple):
 
 
 def pack(entry: Entry) -> Row:
-    """The row of an entry."""
+    """The row of an entry. Raises `StoreError` for a plan that is too large to be read back."""
     import zstandard
 
+    if len(entry.blob) > MAX_BLOB_BYTES:
+        raise StoreError(f"a plan of {len(entry.blob)} bytes is not stored; {MAX_BLOB_BYTES} are the most")
     facts = encode_facts(entry)
     preimage = join_preimages(entry.key.preimages)
     payload = zstandard.ZstdCompressor(level=_LEVEL).compress(entry.blob)

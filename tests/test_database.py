@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -301,11 +302,17 @@ def test_threads_create_their_files_together(cache_dir: Path) -> None:
 def test_threads_share_a_database_and_no_connection(database: Database) -> None:
     """Each thread reads through a connection of its own; closing closes all of them."""
     database.put(make_entry())
+    together = Barrier(4)
+
+    def look(_: int) -> Any:
+        together.wait(timeout=20)  # so that no thread of the pool serves two of the four
+        return database.get(KEY), database._reader()
+
     with ThreadPoolExecutor(4) as pool:
-        rows = list(pool.map(lambda _: (database.get(KEY), database._reader()), range(40)))
+        rows = list(pool.map(look, range(4)))
     connections = {id(connection): connection for _, connection in rows}.values()
     assert {row for row, _ in rows} == {pack(make_entry())}
-    assert len(connections) > 1
+    assert len(connections) == 4
     database.close()
     for connection in connections:
         with pytest.raises(sqlite3.ProgrammingError):

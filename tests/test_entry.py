@@ -20,7 +20,7 @@ from samples import state
 
 from plancache import entry as module
 from plancache.entry import QUALITIES, Built, Candidate, Entry, Layout, Row, checksum, pack, unpack, usable
-from plancache.errors import CorruptEntryError
+from plancache.errors import CorruptEntryError, StoreError
 from plancache.key import COMPONENTS, PlanKey
 
 texts = st.text(max_size=8)
@@ -278,3 +278,10 @@ def test_an_entry_of_a_build_has_all_that_the_build_brought() -> None:
     more = {"key": make().key, "quality": "heuristic", "created_at": 1.0, "provenance": {}}
     assert state(Entry.of(built, **more)) == state(make())
     assert Entry.of(built, **more).build_s == 0.75
+
+
+def test_a_plan_that_could_not_be_read_back_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan over the bound that reading keeps is refused when it is packed."""
+    monkeypatch.setattr("plancache.entry.MAX_BLOB_BYTES", 3)
+    with pytest.raises(StoreError, match="3 are the most"):
+        pack(make_entry(blob=b"four"))
