@@ -174,11 +174,12 @@ def test_a_lie_that_frame_and_facts_share_is_found(size: int) -> None:
 
 def test_a_plan_beyond_all_bounds_is_not_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame and facts that agree on a size larger than any plan are refused before memory is asked for."""
+    row = pack(make())
     monkeypatch.setattr(module, "MAX_BLOB_BYTES", 399)
     with patch.object(zstandard, "ZstdDecompressor", side_effect=AssertionError), pytest.raises(CorruptEntryError, match="states"):
-        unpack(pack(make()))
+        unpack(row)
     monkeypatch.setattr(module, "MAX_BLOB_BYTES", 400)
-    assert state(unpack(pack(make()))) == state(make())
+    assert state(unpack(row)) == state(make())
 
 
 @pytest.mark.parametrize(
@@ -284,4 +285,4 @@ def test_a_plan_that_could_not_be_read_back_is_not_stored(monkeypatch: pytest.Mo
     """A plan over the bound that reading keeps is refused when it is packed."""
     monkeypatch.setattr("plancache.entry.MAX_BLOB_BYTES", 3)
     with pytest.raises(StoreError, match="3 are the most"):
-        pack(make_entry(blob=b"four"))
+        pack(make(blob=b"four"))
