@@ -17,11 +17,11 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 from plancache import __version__
@@ -29,13 +29,14 @@ from plancache.entry import Entry, unpack, usable
 from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
 from plancache.errors import (
     CorruptEntryError,
+    NotExecutableError,
     PlancacheWarning,
     PlanNotFoundError,
     StoreError,
     UncacheableGraphError,
 )
 from plancache.key import Constraints, Place, PlanKey, make_key
-from plancache.plan import Loaded, Plan
+from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.singleflight import SingleFlight
@@ -135,14 +136,15 @@ class PlanCache:
 
     # ---- the path of a request
 
+    @overload
+    def plan(self, graph: Any, *, build: Literal["lookup"], constraints: Constraints | None = None) -> Plan | None: ...
+
+    @overload
     def plan(
-        self,
-        graph: Any,
-        *,
-        build: Build | None = None,
-        refresh: bool = False,
-        constraints: Constraints | None = None,
-    ) -> Plan | None:
+        self, graph: Any, *, build: Literal["allow", "forbid"] | None = None, refresh: bool = False, constraints: Constraints | None = None
+    ) -> Plan: ...
+
+    def plan(self, graph: Any, *, build: Build | None = None, refresh: bool = False, constraints: Constraints | None = None) -> Plan | None:
         """A ready plan for a described graph (`cudnn.pygraph`), which is left as it is.
 
         `build`: on a miss `allow` builds and keeps the plan, `forbid` raises `PlanNotFoundError`, `lookup` returns
@@ -177,6 +179,8 @@ class PlanCache:
         """What answers a key: memory, then the store; loaded for this thread."""
         loaded = self._loaded.get((key.digest, target.device.ordinal))
         if loaded is not None:
+            if not target.device.is_file:
+                loaded.executable()  # this thread may not have loaded it yet
             self._statistics.memory_hits += 1
             return loaded, "memory"
         fetched = self._fetch(key, target)
@@ -291,7 +295,7 @@ class PlanCache:
         executable, tensors, layouts, size = target.backend.build_unchanged(graph)
         with self._guard:
             self._statistics.builds += 1
-        loaded = Loaded(lambda: executable, device=target.device.ordinal, workspace_size=size, entry=None)
+        loaded = Loaded(_in_this_thread(executable), device=target.device.ordinal, workspace_size=size, entry=None)
         return Plan(loaded, tensors, layouts, graph, "built")
 
     # ---- many at once, and looking
@@ -305,8 +309,7 @@ class PlanCache:
             except Exception as error:  # one graph's, whatever it is; the others go on
                 failures.append(Failure(index, error))
             else:
-                if plan is not None:
-                    plans.append(plan)
+                plans.append(plan)
         return Warmed(tuple(plans), tuple(failures))
 
     def entries(self) -> list[Listed]:
@@ -403,6 +406,18 @@ class PlanCache:
 
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
+
+
+def _in_this_thread(executable: Executable) -> Callable[[], Executable]:
+    """Gives an executable to the thread that built it: there are no bytes to load it from in another one."""
+    builder = threading.get_ident()
+
+    def load() -> Executable:
+        if threading.get_ident() != builder:
+            raise NotExecutableError("a plan that was built without the cache runs in the thread that planned it; plan the graph here")
+        return executable
+
+    return load
 
 
 def _not_found(key: PlanKey) -> PlanNotFoundError:
