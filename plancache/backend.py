@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
-from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near
+from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near, version_text
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
-from plancache.signature import Reading, Uncacheable, canonical_order, inferred, read
+from plancache.signature import Reading, Uncacheable, canonical_order, clone, inferred, read
 
 if TYPE_CHECKING:
     from plancache.description import Description
@@ -87,10 +87,11 @@ class CudnnBackend:
     def __init__(self, device: Device) -> None:
         self.device = device
         cudnn = load_frontend()
-        if device.cudnn_version not in (None, cudnn.backend_version()):
+        if device.cudnn_version is not None and device.cudnn_version != cudnn.backend_version():
+            theirs, mine = version_text(device.cudnn_version), version_text(cudnn.backend_version())
             raise DeviceFileError(
-                f"the device file comes from cuDNN {device.cudnn_version}, here {cudnn.backend_version()} is loaded; "
-                "write one with this version (plancache doctor --write-device FILE) or install that cuDNN"
+                f"the device file comes from cuDNN {theirs}, here {mine} is loaded; install that one (pip install "
+                f"'nvidia-cudnn-cu13=={theirs}.*'), or write a file with this one on the GPU (plancache doctor --write-device FILE)"
             )
         self.libraries = Libraries.loaded()
         self.here = Here(self.libraries)
@@ -164,7 +165,7 @@ class CudnnBackend:
 
     # ---- building
 
-    def build(self, signature: bytes, constraints: Constraints) -> Built:
+    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str]) -> Built:  # noqa: ARG002  # as in force
         """Builds the heuristic's first choice (modes A, then FALLBACK) that the constraints allow, and serializes it.
 
         Raises cuDNN's own error where it has no plan.
@@ -183,17 +184,19 @@ class CudnnBackend:
             seconds = [after - before for before, after in pairwise(clock)]
             return self._built(copy, blob, dict(zip(("lower", "plan", "build", "serialize"), seconds, strict=True)))
 
-    def build_unchanged(self, graph: Any) -> tuple[Executable, list[Any], list[Layout], int]:
-        """Builds an uncacheable graph as its caller made it, in place: executable, operands' tensors and layouts, workspace bytes."""
-        cudnn = load_frontend()
+    def build_unchanged(self, graph: Any, constraints: Constraints) -> tuple[Executable, list[Any], list[Layout], int]:
+        """Builds an uncacheable graph as its caller made it, on a clone: executable, tensors, layouts and workspace bytes."""
+        scratch, _ = clone(graph)
+        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in canonical_order(scratch)}
+        scratch._data_bindings = {}
         with _BUILDING, self._on_device():
-            if graph._handle is None:
-                graph._handle = self.handle()
-            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        uids = tuple(graph._variant_pack_uids() or ())
-        tensors = [graph._tensor_by_uid[uid] for uid in uids]
-        layouts = [_layout(graph, tensor) for tensor in tensors]
-        return Executable(graph, uids, graph._handle), tensors, layouts, int(graph.get_workspace_size())
+            scratch._handle = self.handle()
+            self._plan(scratch, constraints, [])
+            scratch.build_plans()
+        uids = tuple(scratch._variant_pack_uids() or ())
+        callers = {tensor.uid: tensor for tensor in canonical_order(graph)}
+        layouts = [_layout(scratch, scratch._tensor_by_uid[uid]) for uid in uids]
+        return Executable(scratch, uids, scratch._handle), [callers[uid] for uid in uids], layouts, int(scratch.get_workspace_size())
 
     def _plan(self, copy: Any, constraints: Constraints, clock: list[float]) -> None:
         cudnn = load_frontend()

@@ -22,16 +22,19 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from plancache import __version__
 from plancache.entry import Entry, unpack, usable
 from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
 from plancache.errors import (
+    ClosedError,
     CorruptEntryError,
+    GraphStateError,
     NotExecutableError,
     PlancacheWarning,
     PlanNotFoundError,
+    SettingsError,
     StoreError,
     UncacheableGraphError,
 )
@@ -88,13 +91,15 @@ class _Target:
 
         self.device = device
         self.backend = CudnnBackend(device)
+        self.place = Place.of(device, self.backend.libraries)
+        self.unknown = self.backend.libraries.unknown
+        # cuDNN reads some variables once in a process: what they were then is what builds in this process are made under
+        self.variables = result_changing_variables()
         self.builder: CudnnBackend | Compiler = self.backend
         if device.is_file:
             from plancache.compiler import Compiler
 
-            self.builder = Compiler(device)
-        self.place = Place.of(device, self.backend.libraries)
-        self.unknown = self.backend.libraries.unknown
+            self.builder = Compiler(device, b"" if self.unknown else self.place.cudnn)
 
     def close(self) -> None:
         self.builder.close()
@@ -118,7 +123,14 @@ class PlanCache:
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
+        if settings is not None and (directory is not None or options):
+            raise SettingsError("give settings=, or a directory and options, not both")
+        if not isinstance(device, Device | None):
+            raise SettingsError(f"device must be a plancache.Device, such as Device.from_file('h200'), not {device!r}")
+        if not isinstance(constraints, Constraints | None):
+            raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
         self.settings = settings or Settings.load(directory=directory, **options)
+        self._closed = False
         self._device = device
         self._constraints = constraints or Constraints()
         self._database = Database(self.settings.database, lock_timeout_s=self.settings.lock_timeout_s)
@@ -129,6 +141,8 @@ class PlanCache:
         self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
         self._hits: Counter[bytes] = Counter()
         self._condemned: dict[bytes, bytes] = {}
+        self._unusable: set[bytes] = set()
+        self._live: WeakSet[Loaded] = WeakSet()
         self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
         self._statistics = Statistics()
         self._guard = threading.RLock()
@@ -152,13 +166,17 @@ class PlanCache:
         for an empty or planned graph, and cuDNN's own error where it has no plan.
         """
         build = build or self.settings.build
+        if build not in ("allow", "forbid", "lookup"):
+            raise SettingsError(f"build must be 'allow', 'forbid' or 'lookup', not {build!r}")
+        constraints = constraints or self._constraints
         target = self._target()
         try:
-            self._check_frontend(target)
+            self._check_environment(target)
             reading = read(graph, target.device, self._seen)
         except Uncacheable as error:
-            return self._plan_uncached(graph, error.reason, target, build)
-        key = make_key(reading.signature, target.place, result_changing_variables(), constraints or self._constraints)
+            return self._plan_uncached(graph, error.reason, target, build, constraints)
+        variables = result_changing_variables()
+        key = make_key(reading.signature, target.place, variables, constraints)
         found = None if refresh else self._look_up(key, target)
         if found is None:
             if build == "lookup":
@@ -166,9 +184,9 @@ class PlanCache:
             if build == "forbid":
                 raise _not_found(key)
             try:
-                found = self._build(reading, key, target, constraints or self._constraints, refresh)
+                found = self._build(reading, key, target, constraints, variables, refresh)
             except Uncacheable as error:
-                return self._plan_uncached(graph, error.reason, target, build)
+                return self._plan_uncached(graph, error.reason, target, build, constraints)
         loaded, origin = found
         entry = loaded.entry
         assert entry is not None
@@ -215,6 +233,8 @@ class PlanCache:
             if reason is None:
                 return entry, row.checksum
             _log.info("stored plan %s is not usable here: %s", key.hex[:16], reason)
+            self._unusable.add(key.digest)
+            return None
         except CorruptEntryError as error:
             self._fault("corrupt", error)
         except StoreError as error:
@@ -231,20 +251,24 @@ class PlanCache:
             workspace_size=entry.workspace_size,
             entry=entry,
         )
+        self._live.add(loaded)
         if not target.device.is_file:
             loaded.executable()
         with self._guard:
             self._loaded[entry.key.digest, target.device.ordinal] = loaded
         return loaded
 
-    def _build(self, reading: Reading, key: PlanKey, target: _Target, constraints: Constraints, refresh: bool) -> tuple[Loaded, str]:
+    def _build(
+        self, reading: Reading, key: PlanKey, target: _Target, constraints: Constraints, variables: dict[str, str], refresh: bool
+    ) -> tuple[Loaded, str]:
         with self._flight.building(key.digest):
             found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
             if found is not None:
                 return found
             self._statistics.misses += 1
+            _check_outputs(reading.graph)
             target.backend.check_copy(reading)
-            built = target.builder.build(reading.signature, constraints)
+            built = target.builder.build(reading.signature, constraints, variables)
             entry = Entry.of(
                 built,
                 key=key,
@@ -263,14 +287,27 @@ class PlanCache:
     def _store(self, entry: Entry, target: _Target, refresh: bool) -> None:
         if self.settings.mode != "readwrite" or target.unknown:
             return
+        if "unknown" in entry.requirements.values():
+            self._warn("requirement", f"{entry.engine} is not stored: {dict(entry.requirements)} cannot be checked when it is loaded")
+            return
+        replace_equal = refresh or entry.key.digest in self._unusable
         try:
-            self._database.put(entry, replace_equal=refresh, condemned=self._condemned.pop(entry.key.digest, None))
+            self._database.put(entry, replace_equal=replace_equal, condemned=self._condemned.pop(entry.key.digest, None))
         except StoreError as error:
             self._fault("write", error)
 
     # ---- what cannot be cached
 
-    def _check_frontend(self, target: _Target) -> None:
+    def _check_environment(self, target: _Target) -> None:
+        """Raises `Uncacheable` where what is built would not be what a key says."""
+        if target.builder is target.backend and result_changing_variables() != target.variables:
+            names = ", ".join(sorted(dict(target.variables.items() ^ result_changing_variables().items())))
+            self._warn(
+                "variables",
+                f"{names} changed since this process first planned, and cuDNN may not have noticed: nothing is cached; "
+                "set result-changing variables before the first plan",
+            )
+            raise Uncacheable(f"{names} changed since this process first planned")
         version = target.backend.libraries.frontend_version
         if not target.backend.libraries.frontend_tested:
             low, high = (".".join(map(str, bound)) for bound in FRONTENDS)
@@ -281,8 +318,8 @@ class PlanCache:
             )
             raise Uncacheable(f"nvidia-cudnn-frontend {version} is not tested")
 
-    def _plan_uncached(self, graph: Any, reason: str, target: _Target, build: Build) -> Plan | None:
-        """Builds a graph as its caller made it, without the cache."""
+    def _plan_uncached(self, graph: Any, reason: str, target: _Target, build: Build, constraints: Constraints) -> Plan | None:
+        """Builds a graph as its caller made it, without the cache, under the constraints."""
         with self._guard:
             self._statistics.uncacheable[reason] += 1
         _log.info("built without the cache: %s", reason)
@@ -292,16 +329,19 @@ class PlanCache:
             raise UncacheableGraphError(reason, "allow builds for this graph (build='allow')")
         if target.device.is_file:
             raise UncacheableGraphError(reason, "it can only be built on the GPU itself")
-        executable, tensors, layouts, size = target.backend.build_unchanged(graph)
+        executable, tensors, layouts, size = target.backend.build_unchanged(graph, constraints)
         with self._guard:
             self._statistics.builds += 1
         loaded = Loaded(_in_this_thread(executable), device=target.device.ordinal, workspace_size=size, entry=None)
+        self._live.add(loaded)
         return Plan(loaded, tensors, layouts, graph, "built")
 
     # ---- many at once, and looking
 
     def warm(self, graphs: Iterable[Any]) -> Warmed:
         """Plans every graph, or every object with a `graph`; a graph that fails is reported and the others go on."""
+        if not isinstance(graphs, Iterable):
+            raise SettingsError("warm() takes several graphs: pass [graph], or a function's generator")
         plans, failures = [], []
         for index, graph in enumerate(graphs):
             try:
@@ -327,8 +367,9 @@ class PlanCache:
                 self._fault("corrupt", error)
         return listed
 
-    def entry(self, digest: str) -> Entry:
-        """The stored entry whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
+    def entry(self, digest: str | PlanKey) -> Entry:
+        """The stored entry of a key, or whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
+        digest = digest.hex if isinstance(digest, PlanKey) else digest
         keys = [row.key for row in self._database.listing() if row.key.hex().startswith(digest.lower())]
         row = self._database.get(keys[0]) if len(keys) == 1 else None
         if row is None:
@@ -361,6 +402,8 @@ class PlanCache:
 
     def _target(self) -> _Target:
         """What plans for the device that was named, or is current."""
+        if self._closed:
+            raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
         if self._device is not None:
             return self._target_of(self._device)
         ordinal = current_ordinal()
@@ -382,13 +425,12 @@ class PlanCache:
         with self._guard:
             hits, self._hits = self._hits, Counter()
             targets, self._targets = self._targets, {}
-            loaded, self._loaded = self._loaded, {}
+            self._closed, self._loaded = True, {}
         from plancache.backend import quietly
 
         with quietly() if targets else nullcontext():  # a capture in another thread must not notice what is released
-            for plan in loaded.values():
+            for plan in list(self._live):
                 plan.close()
-            loaded.clear()
             for target in targets.values():
                 target.close()
         if hits and self.settings.mode == "readwrite":
@@ -406,6 +448,11 @@ class PlanCache:
 
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
+
+
+def _check_outputs(graph: Any) -> None:
+    if all(tensor.is_virtual for node in graph._nodes for tensor in node.outputs.values()):
+        raise GraphStateError("no tensor of the graph is an output; call set_output(True) on what the graph computes")
 
 
 def _in_this_thread(executable: Executable) -> Callable[[], Executable]:

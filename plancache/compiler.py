@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,72 +27,110 @@ from typing import IO, Any, NoReturn
 from plancache.entry import Built, decode_facts, encode_facts
 from plancache.environment import Device, load_frontend, result_changing_variables
 from plancache.errors import CompilerError, PlancacheError
-from plancache.key import Constraints
+from plancache.key import Constraints, Place
 
 _STUB = Path(__file__).with_name("driver_stub.c")
 _SIZES = struct.Struct("<II")
+_LAST_WORDS_S = 2.0
 
 
 class Compiler:
-    """Builds for a device file. One child serves all builds until `close`; a new one follows where variables changed."""
+    """Builds for a device file. One child serves all builds until `close`; a new one follows where variables changed.
 
-    def __init__(self, device: Device) -> None:
+    `cudnn`: which cuDNN the keys name, as `Place.cudnn` says it, where that is known; a child that loads another one
+    builds nothing.
+    """
+
+    def __init__(self, device: Device, cudnn: bytes) -> None:
         self._device = device
-        self._child: subprocess.Popen[bytes] | None = None
-        self._variables: dict[str, str] = {}
+        self._cudnn = cudnn
+        self._child: _Child | None = None
         self._guard = threading.Lock()
 
-    def build(self, signature: bytes, constraints: Constraints) -> Built:
-        """Builds a signature. Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails."""
-        request = json.dumps({"device": asdict(self._device), "constraints": asdict(constraints)}).encode()
+    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str]) -> Built:
+        """Builds a signature under result-changing variables, those of its key.
+
+        Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails.
+        """
+        facts = {"device": asdict(self._device), "constraints": asdict(constraints), "cudnn": self._cudnn.decode()}
+        request = json.dumps(facts).encode()
         with self._guard:
-            child = self._running()
+            child = self._running(dict(variables))
             try:
-                _send(child.stdin, request, signature)
-                answer, blob = _receive(child.stdout)
-            except (EOFError, OSError) as error:
+                answer, blob = child.ask(request, signature)
+            except (EOFError, BrokenPipeError) as error:
                 raise CompilerError(self._obituary()) from error
             except BaseException:  # interrupted: the answer would be taken for the next request's
-                child.kill()
-                self._stop()
+                self._stop(kill=True)
                 raise
-        facts = json.loads(answer)
-        if facts.pop("of") != _digest(request, signature):
-            self.close()
-            raise CompilerError("the process that builds without a GPU answered another request; it was ended, ask again")
-        return _built_or_raise(facts, blob)
+            said = json.loads(answer)
+            if said.pop("of") != _digest(request, signature):
+                self._stop(kill=True)
+                raise CompilerError("the process that builds without a GPU answered another request; it was ended, ask again")
+        return _built_or_raise(said, blob)
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        variables = result_changing_variables()
-        if self._child is not None and (self._child.poll() is not None or variables != self._variables):
+    def _running(self, variables: dict[str, str]) -> _Child:
+        if self._child is not None and (self._child.process.poll() is not None or self._child.variables != variables):
             self._stop()
         if self._child is None:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, "-P", "-m", "plancache.compiler"]
-            self._child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._variables = variables
+            self._child = _Child(variables)
         return self._child
 
     def _obituary(self) -> str:
         child = self._child
         self._stop()
-        code = child.returncode if child else None
+        code = child.process.returncode if child else None
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
         return f"the process that builds without a GPU {how}; its last words are on stderr. Other graphs are not affected"
 
-    def _stop(self) -> None:
+    def _stop(self, *, kill: bool = False) -> None:
         child, self._child = self._child, None
         if child is not None:
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):
-                        pipe.close()
-            child.wait()
+            child.stop(kill)
 
     def close(self) -> None:
         """Ends the child."""
         with self._guard:
             self._stop()
+
+
+class _Child:
+    """A child process, its own two pipes (what libraries print goes elsewhere), and the folder that it may write in."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.variables = variables
+        self.folder = tempfile.TemporaryDirectory(prefix="plancache-")
+        others = {name: value for name, value in os.environ.items() if name not in result_changing_variables()}
+        environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        command = [sys.executable, "-P", "-m", "plancache.compiler", str(requests), str(answers), self.folder.name]
+        try:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(requests, answers)
+            )
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self._pipes: tuple[IO[bytes], IO[bytes]] = (os.fdopen(self._requests, "wb"), os.fdopen(self._answers, "rb"))
+
+    def ask(self, request: bytes, signature: bytes) -> tuple[bytes, bytes]:
+        _send(self._pipes[0], request, signature)
+        return _receive(self._pipes[1])
+
+    def stop(self, kill: bool) -> None:
+        """Ends the process: at once where asked, else by closing its pipe, and by force where that does not do."""
+        if kill:
+            self.process.kill()
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.close()
+        try:
+            self.process.wait(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:  # a forked worker of the program holds the pipe open too
+            self.process.kill()
+            self.process.wait()
+        self.folder.cleanup()
 
 
 def _built_or_raise(answer: dict[str, Any], blob: bytes) -> Built:
@@ -106,7 +146,7 @@ def _built_or_raise(answer: dict[str, Any], blob: bytes) -> Built:
 # ---- the child ------------------------------------------------------------------------------------------------------
 
 
-def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes], folder: str) -> None:
     """Answers requests until there are none."""
     backends: dict[str, Any] = {}
     while True:
@@ -115,7 +155,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         except EOFError:
             return
         try:
-            answer, blob = _answer(json.loads(request), signature, backends)
+            answer, blob = _answer(json.loads(request), signature, backends, folder)
         except PlancacheError as error:
             answer, blob = {"error": "compiler", "message": str(error)}, b""
         except Exception as error:  # whatever cuDNN raises is this graph's answer, and the next one's turn comes
@@ -125,21 +165,26 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         _send(answers, json.dumps({**answer, "of": _digest(request, signature)}).encode(), blob)
 
 
-def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any], folder: str) -> tuple[dict[str, Any], bytes]:
     device = Device(**request["device"])
     backend = backends.get(device.properties_json)
     if backend is None:
-        provide_driver(device.driver_version)
+        provide_driver(device.driver_version, folder)
         from plancache.backend import CudnnBackend
 
         backend = backends[device.properties_json] = CudnnBackend(device)
-    built = backend.build(signature, Constraints(**request["constraints"]))
+    if request["cudnn"] not in ("", Place.of(device, backend.libraries).cudnn.decode()):
+        raise CompilerError(
+            f"the process that builds without a GPU loads another cuDNN than this one, from {backend.libraries.folder}; "
+            "set LD_LIBRARY_PATH before this process starts, and leave one libcudnn in reach"
+        )
+    built = backend.build(signature, Constraints(**request["constraints"]), {})
     backend.check_loads(built.blob)
     return {"facts": encode_facts(built).decode()}, built.blob
 
 
-def provide_driver(driver_version: int) -> None:
-    """Loads libcuda.so.1, or a stub that reports this driver API version where there is none.
+def provide_driver(driver_version: int, folder: str) -> None:
+    """Loads libcuda.so.1, or a stub, made in `folder`, that reports this driver API version where there is none.
 
     Raises `CompilerError` that names both cures where there is no C compiler either.
     """
@@ -148,10 +193,9 @@ def provide_driver(driver_version: int) -> None:
         return
     except OSError:
         pass
-    with tempfile.TemporaryDirectory(prefix="plancache-") as folder:
-        library = f"{folder}/libcuda.so.1"
-        compile_stub(library, driver_version)
-        ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # stays mapped when its folder goes
+    library = f"{folder}/libcuda.so.1"
+    compile_stub(library, driver_version)
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
 
 
 def c_compiler() -> str | None:
@@ -179,14 +223,12 @@ def _digest(request: bytes, signature: bytes) -> str:
     return hashlib.sha256(request + b"\0" + signature).hexdigest()
 
 
-def _send(pipe: IO[bytes] | None, header: bytes, body: bytes) -> None:
-    assert pipe is not None
+def _send(pipe: IO[bytes], header: bytes, body: bytes) -> None:
     pipe.write(_SIZES.pack(len(header), len(body)) + header + body)
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes] | None) -> tuple[bytes, bytes]:
-    assert pipe is not None
+def _receive(pipe: IO[bytes]) -> tuple[bytes, bytes]:
     sizes = _SIZES.unpack(_exactly(pipe, _SIZES.size))
     return _exactly(pipe, sizes[0]), _exactly(pipe, sizes[1])
 
@@ -198,13 +240,11 @@ def _exactly(pipe: IO[bytes], size: int) -> bytes:
     return data
 
 
-def _main() -> NoReturn:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what cuDNN prints must not get between the answers
-    serve(sys.stdin.buffer, answers)
-    sys.stdout.flush()
+def _main(requests: str, answers: str, folder: str) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the program's to answer
+    serve(os.fdopen(int(requests), "rb"), os.fdopen(int(answers), "wb"), folder)
     os._exit(0)  # cuDNN's own exit handlers have nothing to release here, and can crash beside the stub
 
 
 if __name__ == "__main__":
-    _main()
+    _main(*sys.argv[1:])

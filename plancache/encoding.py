@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,13 +22,17 @@ class Enum(NamedTuple):
     member: str
 
 
-@lru_cache(maxsize=4096, typed=True)  # typed: 8.0 is no 8 that was seen before
-def encode_extents(*values: Any) -> bytes:
+def encode_extents(values: Iterable[Any]) -> bytes:
     """Dims or strides in elements, as plain integers (builders take torch.Size and numpy integers too)."""
     try:
-        return b"t%d:%b" % (len(values), b"".join(b"i%d:" % operator.index(value) for value in values))
+        return _extents(*map(operator.index, values))  # what is remembered must not be the caller's to change
     except TypeError:
         raise UnknownTypeError(f"a dim or stride among {values} is not a whole number") from None
+
+
+@lru_cache(maxsize=4096)
+def _extents(*values: int) -> bytes:
+    return b"t%d:%b" % (len(values), b"".join(b"i%d:" % value for value in values))
 
 
 def encode(value: Any) -> bytes:

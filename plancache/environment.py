@@ -79,6 +79,9 @@ class Device:
         missing = [name for name in REQUIRED if not isinstance(properties, dict) or name not in properties]
         if missing:
             raise DeviceFileError(f"device file {path} lacks {', '.join(missing)}; {_WRITE_ONE}")
+        for name in ("deviceVer", "driverVer", "multiProcessorCount"):
+            if type(properties[name]) is not int:
+                raise DeviceFileError(f"device file {path}: {name} must be a whole number, not {properties[name]!r}; {_WRITE_ONE}")
         version = data.get("cudnn_version") if wrapped else None
         if version is not None and type(version) is not int:
             raise DeviceFileError(f"device file {path}: cudnn_version must be a whole number such as 91900, not {version!r}")
@@ -143,8 +146,8 @@ def _device_text(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         names = ", ".join(sorted(entry.stem for entry in _SHIPPED.glob("*.json")))
         raise DeviceFileError(f"cannot read device file {path}: {error.strerror}; the package ships {names}") from None
-    except UnicodeDecodeError:
-        raise DeviceFileError(f"device file {path} is not text; {_WRITE_ONE}") from None
+    except ValueError:
+        raise DeviceFileError(f"device file {path!r} is not text, or no path; {_WRITE_ONE}") from None
 
 
 _WRITE_ONE = "write one on that GPU with 'plancache doctor --write-device FILE'"
@@ -327,6 +330,11 @@ class Libraries(NamedTuple):
     def folder(self) -> str | None:
         """The folder that libcudnn was loaded from."""
         return next((str(Path(library.path).parent) for library in self.cudnn.values()), None)
+
+
+def version_text(cudnn_version: int) -> str:
+    """`9.19.0` for 91900."""
+    return f"{cudnn_version // 10000}.{cudnn_version // 100 % 100}.{cudnn_version % 100}"
 
 
 def _version(text: str) -> tuple[int, ...]:

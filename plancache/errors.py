@@ -62,6 +62,10 @@ class NotExecutableError(PlancacheError, RuntimeError):
     """The plan was made for a device file, or its cache is closed: it can be inspected, not run."""
 
 
+class ClosedError(PlancacheError, ValueError):
+    """The cache was closed."""
+
+
 class DeviceError(PlancacheError, RuntimeError):
     """There is no GPU to plan for, or the one named does not exist."""
 

@@ -6,6 +6,7 @@ The backend takes bare pointers and checks nothing, so every operand is checked 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import sys
 import threading
@@ -135,7 +136,7 @@ class Operand(NamedTuple):
 class _Slot:
     """One operand's place and everything that is checked of a buffer for it."""
 
-    def __init__(self, index: int, tensor: Any, operand: Operand, device: int | None) -> None:
+    def __init__(self, index: int, tensor: Any, operand: Operand, device: int | None, reordered: bool) -> None:
         self.index = index
         self.tensor = tensor
         self.operand = operand
@@ -144,8 +145,7 @@ class _Slot:
         self.dtype = self._torch_type()
         self.device = -1 if operand.by_value else device
         # packed or reordered bytes: the buffer's own extents say nothing, so only its size is checked
-        reordering = getattr(tensor.reordering_type, "name", "NONE")
-        self.by_size = operand.data_type.startswith("FP4") or reordering != "NONE"
+        self.by_size = operand.data_type.startswith("FP4") or reordered
 
     def _torch_type(self) -> Any:
         """torch's type of this operand, where torch is in use yet."""
@@ -186,33 +186,33 @@ class _Slot:
 
     def _array_address(self, interface: Mapping[str, Any]) -> int:
         expected = _ARRAY_TYPES.get(self.operand.data_type)
-        if interface["typestr"] != expected:
-            raise self._error(f"type is {interface['typestr']}", f"expected {self.operand.data_type} ({expected})")
-        size, shape = int(interface["typestr"][2:]), tuple(interface["shape"])
-        strides = interface.get("strides")
+        kind, shape, strides = interface.get("typestr", "unknown"), tuple(interface.get("shape", ())), interface.get("strides")
+        if kind != expected:
+            raise self._error(f"type is {kind}", f"expected {self.operand.data_type} ({expected})")
+        address, readonly = interface["data"]
+        if readonly and self.operand.is_output:
+            raise self._error("it is read-only", "pass a buffer that can be written")
+        size = int(kind[2:])
+        if strides and (len(strides) != len(shape) or any(step % size for step in strides)):
+            raise self._error(f"strides of {strides} bytes do not fit shape {shape} of {size}-byte elements", "pass a copy")
         self._check_layout(shape, tuple(step // size for step in strides) if strides else row_major(shape))
-        return self._aligned(int(interface["data"][0]))
+        return self._aligned(int(address))
 
     def _host_address(self, buffer: Any) -> int:
-        if getattr(buffer, "dtype", None) is not self.dtype or buffer.get_device() != -1 or buffer.numel() != 1:
-            raise self._error(
-                f"got {_described(buffer)}",
-                f"it is read on the host: pass a number, or a CPU tensor of one {self.operand.data_type} element",
-            )
+        if not hasattr(buffer, "get_device") or buffer.dtype is not self.dtype or buffer.get_device() != -1 or buffer.numel() != 1:
+            needed = f"a number, or a CPU tensor of one {self.operand.data_type} element"
+            raise self._error(f"got {_described(buffer)}", f"it is read on the host: pass {needed}")
         return int(buffer.data_ptr())
 
     def _scalar(self, value: Any) -> Any:
         """A host buffer that holds a number."""
         kind = self.operand.data_type
-        if kind == "BFLOAT16":
-            data = struct.pack("<f", value)[2:]
-        elif kind in _SCALARS:
-            try:
-                data = struct.pack(_SCALARS[kind], value)
-            except (struct.error, OverflowError) as error:
-                raise self._error(f"{value!r} is no {kind} ({error})", "pass a number of that type") from None
-        else:
-            raise self._error(f"a number cannot be written as {kind}", "pass a CPU tensor of one element")
+        try:
+            data = _bfloat16(value) if kind == "BFLOAT16" else struct.pack(_SCALARS[kind], value)
+        except KeyError:
+            raise self._error(f"a number cannot be written as {kind}", "pass a CPU tensor of one element") from None
+        except (struct.error, OverflowError) as error:
+            raise self._error(f"{value!r} is no {kind} ({error})", "pass a number of that type") from None
         return ctypes.create_string_buffer(data, len(data))
 
     def _check_layout(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
@@ -244,7 +244,8 @@ class Plan:
         """`tensors`: the caller's, in the order of the entry's operands, with their lowered `layouts`; `graph`: the caller's."""
         self._loaded = loaded
         self.origin = origin
-        self._frozen = [(tensor, tensor.uid, tensor.name) for tensor in tensors]  # the caller may renumber and rename
+        # as they are now: the caller may renumber, rename and change them
+        self._frozen = [(tensor, tensor.uid, tensor.name, bool(tensor.is_pass_by_value), _reordered(tensor)) for tensor in tensors]
         self._layouts = layouts
         self._outputs = frozenset(id(tensor) for node in graph._nodes for tensor in node.outputs.values())
         self._bound = dict(graph._data_bindings)  # buffers that the caller described the graph with, by uid
@@ -253,17 +254,16 @@ class Plan:
     def operands(self) -> tuple[Operand, ...]:
         """What an execution must bind, in the words of the graph that was planned."""
         return tuple(
-            Operand(
-                name, uid, layout.dim, layout.stride, layout.data_type or "NOT_SET", id(tensor) in self._outputs, tensor.is_pass_by_value
-            )
-            for (tensor, uid, name), layout in zip(self._frozen, self._layouts, strict=True)
+            Operand(name, uid, layout.dim, layout.stride, layout.data_type or "NOT_SET", id(tensor) in self._outputs, by_value)
+            for (tensor, uid, name, by_value, _), layout in zip(self._frozen, self._layouts, strict=True)
         )
 
     @cached_property
     def _slots(self) -> dict[Any, _Slot]:
         """Slots by tensor, uid and, where only one has it, name."""
         frozen = zip(self._frozen, self.operands, strict=True)
-        slots = [_Slot(index, tensor, operand, self._loaded.device) for index, ((tensor, _, _), operand) in enumerate(frozen)]
+        device = self._loaded.device
+        slots = [_Slot(index, own[0], operand, device, own[4]) for index, (own, operand) in enumerate(frozen)]
         names = [slot.operand.name for slot in slots]
         found: dict[Any, _Slot] = {}
         for slot in slots:
@@ -332,6 +332,8 @@ class Plan:
         count = len(self._layouts)
         buffers: list[Any] = [None] * count
         addresses = [0] * count
+        if not hasattr(operands, "items"):
+            raise OperandError(f"operands must be a mapping from tensor, uid or name to buffer, not a {type(operands).__name__}")
         for name, buffer in operands.items():
             slot = slots.get(name)
             if slot is None or slot.uid != slot.tensor.uid:
@@ -376,14 +378,20 @@ class Plan:
         return OperandError(f"{what} is no operand of this plan ({why}); its operands are {known}")
 
     def _given(self, workspace: Any) -> tuple[Any, int]:
-        if not hasattr(workspace, "data_ptr"):
-            raise WorkspaceError(f"workspace must be a torch tensor on the plan's device, not a {type(workspace).__name__}")
-        size = workspace.numel() * workspace.element_size()
-        if workspace.get_device() != self._loaded.device or size < self.workspace_size or not workspace.is_contiguous():
-            raise WorkspaceError(
-                f"workspace must be {self.workspace_size} contiguous bytes on cuda:{self._loaded.device}; got {_described(workspace)}"
-            )
-        address = int(workspace.data_ptr())
+        """A workspace of the caller's, checked, and its address."""
+        interface = getattr(workspace, "__cuda_array_interface__", None)
+        if hasattr(workspace, "data_ptr"):
+            size, address = workspace.numel() * workspace.element_size(), int(workspace.data_ptr())
+            fits = workspace.get_device() == self._loaded.device and workspace.is_contiguous()
+        elif interface is not None:
+            size, address = math.prod(interface["shape"]) * int(interface["typestr"][2:]), int(interface["data"][0])
+            fits = not interface.get("strides")
+        else:
+            kind = type(workspace).__name__
+            raise WorkspaceError(f"workspace must be a torch tensor, or an object with __cuda_array_interface__, not a {kind}")
+        if not fits or size < self.workspace_size:
+            needed = f"{self.workspace_size} contiguous bytes on cuda:{self._loaded.device}"
+            raise WorkspaceError(f"workspace must be {needed}; got {_described(workspace)}")
         if address % ALIGNMENT_BYTES:
             raise WorkspaceError(f"workspace must be aligned to {ALIGNMENT_BYTES} bytes")
         return workspace, address
@@ -391,6 +399,18 @@ class Plan:
     def __repr__(self) -> str:
         entry = self.entry
         return f"<Plan {entry.description.summary}, {entry.engine}, {self.origin}>" if entry else "<Plan without the cache>"
+
+
+def _bfloat16(value: float) -> bytes:
+    """A number as bfloat16, rounded to nearest even as torch does."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    if value == value:  # a NaN keeps its upper half
+        bits += 0x7FFF + (bits >> 16 & 1)
+    return struct.pack("<H", bits >> 16 & 0xFFFF)
+
+
+def _reordered(tensor: Any) -> bool:
+    return getattr(tensor.reordering_type, "name", "NONE") != "NONE"
 
 
 def _essence(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,9 +34,12 @@ def _flag(text: str) -> bool:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < float("inf"):
-        raise ValueError("must be a finite number of seconds, 0 or more")
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError("must be a number of seconds, such as 600") from None
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"must be a finite number of seconds, 0 or more, {threading.TIMEOUT_MAX:.0f} at most")
     return seconds
 
 
@@ -79,6 +83,14 @@ class Settings:
     lock_timeout_s: float = LOCK_TIMEOUT_S
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value came from: a variable's name, `argument` or `default`."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("mode", ("readwrite", "readonly", "off")), ("build", ("allow", "forbid")), ("strict", (True, False))):
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        seconds = self.lock_timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= threading.TIMEOUT_MAX:
+            raise SettingsError(f"lock_timeout_s must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, not {seconds!r}")
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Settings:

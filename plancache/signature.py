@@ -110,6 +110,8 @@ def read(graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, byte
             seen[graph] = described, signature
     except UnknownTypeError as error:
         raise Uncacheable(str(error)) from None
+    except (RecursionError, UnicodeEncodeError) as error:  # a list that holds itself, half a character
+        raise Uncacheable(f"a parameter cannot be written down: {error}") from None
     return Reading(signature, canonical_order(graph), graph)
 
 
@@ -153,6 +155,9 @@ _NOT_LOWERED = object()
 def _encode(graph: Any, options: list[Any]) -> bytes:
     """The bytes of a graph as it stands: a signature, where inference has been."""
     tensors = canonical_order(graph)
+    frontend = _frontend()
+    if not {type(node) for node in graph._nodes} <= {frontend.Node} or not {type(tensor) for tensor in tensors} <= {frontend.Tensor}:
+        raise Uncacheable("a node or tensor is of another class than the frontend's")
     numbers = {id(tensor): number for number, tensor in enumerate(tensors, 1)}
     context = graph._context
     return b"i%d:%bl3:%b%b%bl%d:%bl%d:%b" % (
@@ -206,7 +211,7 @@ def _check_state(graph: Any) -> None:
     if not hasattr(graph, "_nodes") or not hasattr(graph, "_cpp_graph_kwargs"):
         raise GraphStateError(
             f"expected a cudnn.pygraph, got {type(graph).__module__}.{type(graph).__qualname__}; "
-            "describe the computation with cudnn.pygraph(...) and hand that object over"
+            + ("pass its .graph" if hasattr(graph, "graph") else "describe the computation with cudnn.pygraph(...) and pass that")
         )
     if not graph._nodes:
         raise GraphStateError("the graph is empty; add at least one operation before planning it")
@@ -220,6 +225,8 @@ def _check_state(graph: Any) -> None:
 def _check_known(graph: Any, target: Target) -> None:
     for name in _unknown_parameters(type(graph).__init__):
         raise Uncacheable(f"this frontend's pygraph takes a parameter {name!r} that plancache does not know")
+    if type(graph) is not _frontend().pygraph:  # its methods could do anything
+        raise Uncacheable(f"the graph is of another class than cudnn.pygraph: {type(graph).__module__}.{type(graph).__qualname__}")
     for name in graph.__dict__.keys() - _KNOWN_STATE:
         if graph.__dict__[name]:
             raise Uncacheable(f"the graph has an attribute {name!r} that plancache does not know")
@@ -244,6 +251,10 @@ def _surplus(thing: Any, known: Container[str]) -> str | None:
         if name not in known and value is not getattr(type(thing), name, None):
             return str(name)
     return None
+
+
+def _frontend() -> Any:
+    return sys.modules["cudnn._pygraph"]
 
 
 @lru_cache(maxsize=8)
@@ -296,8 +307,8 @@ def _tensor_bytes(tensor: Any, numbers: Mapping[int, int]) -> bytes:
     multiplier, alignment = field["ragged_offset_multiplier"], field["alignment_value"]
     return b"l13:%b%b%b%b%b%b%b%b" % (
         _data_type(field["data_type"]),
-        encode_extents(*field["dim"]),
-        encode_extents(*field["stride"]),
+        encode_extents(field["dim"]),
+        encode_extents(field["stride"]),
         b"y:" if field["dim_assigned"] else b"o:",
         b"y:" if field["stride_assigned"] else b"o:",
         b"y:" if field["is_virtual"] else b"o:",

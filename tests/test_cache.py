@@ -12,11 +12,13 @@ from samples import make_entry, matmul
 from plancache import Constraints, Device, PlanCache, graphs
 from plancache.entry import Entry, Row, pack
 from plancache.errors import (
+    ClosedError,
     CorruptEntryError,
     GraphStateError,
     NotExecutableError,
     PlancacheWarning,
     PlanNotFoundError,
+    SettingsError,
     StoreError,
     UncacheableGraphError,
 )
@@ -214,7 +216,7 @@ def test_strict_mode_raises_cache_faults(cache, device):
 
 
 def test_an_entry_that_may_not_run_here_is_built_anew(cache, device):
-    """A requirement that this process does not meet makes a miss; the entry that does takes its place."""
+    """A requirement that this process does not meet makes a miss; an entry no worse that does takes its place."""
     entry = cache.plan(convolution()).entry
     needy = pack(replace(entry, requirements={"cublasLt": "another build"}))
     for column in ("facts", "checksum"):
@@ -222,6 +224,17 @@ def test_an_entry_that_may_not_run_here_is_built_anew(cache, device):
     for expected in ("built", "local"):
         with PlanCache(cache.settings.directory, device=device, strict=True) as other:
             assert other.plan(convolution()).origin == expected
+
+
+def test_a_better_entry_for_elsewhere_is_left_alone(cache, device):
+    """A tuned entry that may not run here is not replaced by a lesser one that does."""
+    entry = cache.plan(convolution()).entry
+    tuned = pack(replace(entry, requirements={"cublasLt": "another build"}, quality="tuned"))
+    for column, value in (("facts", tuned.facts), ("checksum", tuned.checksum), ("quality", 2)):
+        overwrite(cache, column, value)
+    with PlanCache(cache.settings.directory, device=device, strict=True) as other:
+        assert other.plan(convolution()).origin == "built"
+    assert [listed.facts["quality"] for listed in cache.entries()] == ["tuned"]
 
 
 @pytest.mark.parametrize("obstacle", ["file", "garbage"])
@@ -331,3 +344,60 @@ def test_warm_reports_a_graph_that_fails_and_goes_on(cache):
     assert [plan.origin for plan in warmed.plans] == ["built", "built"]
     assert [failure.position for failure in warmed.failures] == [1]
     assert isinstance(warmed.failures[0].error, cudnn.cudnnGraphNotSupportedError | RuntimeError)
+
+
+# ---- what a caller can get wrong
+
+
+def test_arguments_of_the_wrong_kind_are_refused_where_they_are_given(cache, cache_dir):
+    """A misspelt choice or a value of another type is an error at once, that says what it may be."""
+    graph = convolution()
+    for options, says in (
+        ({"mode": "read-only"}, "mode must be one of 'readwrite', 'readonly', 'off'"),
+        ({"build": "Forbid"}, "build must be one of"),
+        ({"strict": "0"}, "strict must be one of"),
+        ({"lock_timeout_s": -5}, "lock_timeout_s must be a number of seconds"),
+        ({"lock_timeout_s": "3"}, "lock_timeout_s must be a number of seconds"),
+        ({"device": "h200"}, r"Device\.from_file"),
+        ({"constraints": {}}, r"plancache\.Constraints"),
+        ({"settings": cache.settings}, "not both"),
+    ):
+        with pytest.raises(SettingsError, match=says):
+            PlanCache(cache_dir, **options)
+    with pytest.raises(SettingsError, match="build must be"):
+        cache.plan(graph, build="forbidden")
+    with pytest.raises(SettingsError, match="several graphs"):
+        cache.warm(graph)
+
+
+def test_a_graph_without_an_output_is_refused(cache):
+    """A graph that computes nothing anyone can read is an error that names set_output."""
+    import cudnn
+
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.HALF)
+    graph.matmul(graph.tensor([1, 8, 8]), graph.tensor([1, 8, 8]))
+    with pytest.raises(GraphStateError, match="set_output"):
+        cache.plan(graph)
+
+
+def test_a_closed_cache_says_so_and_closes_every_plan_it_gave(cache_dir, device):
+    """After close planning is an error, and so is every plan, one that a refresh replaced included."""
+    cache = PlanCache(cache_dir, device=device, strict=True)
+    plans = [cache.plan(convolution()), cache.plan(convolution(), refresh=True)]
+    cache.close()
+    assert all(plan._loaded.closed for plan in plans)
+    with pytest.raises(ClosedError, match="is closed"):
+        cache.plan(convolution())
+
+
+def test_variables_that_change_after_the_first_plan_switch_the_cache_off(cache_dir, device, backend, monkeypatch):
+    """Builds in this process are made under the variables that cuDNN may have read once: later ones are not believed."""
+    gpu = Device(device.properties, None, 0)
+    with PlanCache(cache_dir, device=gpu) as cache:
+        target = cache._target_of(gpu)
+        target.backend = target.builder = _Refusing(gpu, backend)
+        assert cache.plan(matmul()).origin == "built"
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        with pytest.warns(PlancacheWarning, match="NVIDIA_TF32_OVERRIDE changed"):
+            assert cache.plan(matmul(), build="lookup") is None
+        assert len(cache.entries()) == 1

@@ -23,6 +23,7 @@ from plancache.cli.libraries import search
 from plancache.cli.machine import driver_library
 from plancache.cli.place import network_file_system
 from plancache.cli.warm import first_line
+from plancache.environment import version_text
 from plancache.errors import DeviceError
 from plancache.settings import Settings
 
@@ -650,8 +651,8 @@ def test_a_table_is_aligned_and_gives_way_in_one_column_only() -> None:
         (tables.duration(59.9), "59 s"),
         (tables.duration(3599), "59 min"),
         (tables.duration(200_000), "2 d"),
-        (tables.cudnn_version(91900), "9.19.0"),
-        (tables.cudnn_version(90101), "9.1.1"),
+        (version_text(91900), "9.19.0"),
+        (version_text(90101), "9.1.1"),
         (tables.cuda_version(12080), "12.8"),
         (tables.engine("eng7_k24=21"), "eng7"),
         (tables.engine("eng0"), "eng0"),

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from samples import matmul
 
 from plancache import Constraints, graphs
 from plancache.compiler import Compiler, c_compiler, compile_stub
-from plancache.environment import mapped_libraries
+from plancache.environment import Libraries, mapped_libraries
 from plancache.errors import CompilerError
+from plancache.key import Place
 from plancache.signature import read
 
 
@@ -29,7 +31,7 @@ def has_driver() -> bool:
 
 @pytest.fixture
 def compiler(device):
-    compiler = Compiler(device)
+    compiler = Compiler(device, Place.of(device, Libraries.loaded()).cudnn)
     yield compiler
     compiler.close()
 
@@ -41,34 +43,35 @@ def signature(device) -> bytes:
 def test_one_child_builds_and_this_process_never_loads_the_stand_in(compiler, device):
     """Two builds come from one child; no libcuda is mapped here, and no temporary folder is left behind."""
     before = mapped_libraries("libcuda")
-    first, second = compiler.build(signature(device), Constraints()), compiler.build(signature(device), Constraints())
+    first, second = compiler.build(signature(device), Constraints(), {}), compiler.build(signature(device), Constraints(), {})
     assert first.recipe == second.recipe
     assert mapped_libraries("libcuda") == before
     child = compiler._child
+    assert Path(child.folder.name).is_dir()
     compiler.close()
-    assert child.returncode == 0
-    assert not list(Path("/tmp").glob(f"plancache-*/{child.pid}"))
+    assert child.process.returncode == 0
+    assert not Path(child.folder.name).exists()
 
 
 def test_a_child_that_dies_is_an_error_for_one_graph(compiler, device):
     """A crash in cuDNN ends the child; the error says how, and the next graph gets a new one."""
-    compiler.build(signature(device), Constraints())
-    os.kill(compiler._child.pid, signal.SIGSEGV)
-    compiler._child.wait()
-    assert compiler.build(signature(device), Constraints()).blob  # one that died between builds is replaced
-    os.kill(compiler._child.pid, signal.SIGSTOP)
+    compiler.build(signature(device), Constraints(), {})
+    os.kill(compiler._child.process.pid, signal.SIGSEGV)
+    compiler._child.process.wait()
+    assert compiler.build(signature(device), Constraints(), {}).blob  # one that died between builds is replaced
+    os.kill(compiler._child.process.pid, signal.SIGSTOP)
     child = compiler._child
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(child.process.pid, signal.SIGKILL)
     with pytest.raises(CompilerError, match=r"killed by signal 9.*not affected"):
         _build_with(compiler, child, device)
-    assert compiler.build(signature(device), Constraints()).blob
+    assert compiler.build(signature(device), Constraints(), {}).blob
 
 
-def _build_with(compiler: Compiler, child: subprocess.Popen, device) -> None:
+def _build_with(compiler: Compiler, child: Any, device) -> None:
     """A build whose child dies while it is asked: it is alive when the request is sent."""
-    original, compiler._running = compiler._running, lambda: child
+    original, compiler._running = compiler._running, lambda _: child
     try:
-        compiler.build(signature(device), Constraints())
+        compiler.build(signature(device), Constraints(), {})
     finally:
         compiler._running = original
 
@@ -76,7 +79,7 @@ def _build_with(compiler: Compiler, child: subprocess.Popen, device) -> None:
 def test_an_answer_is_never_taken_for_another_requests(compiler, device, monkeypatch):
     """After an interrupt the child is ended, so that its late answer cannot be read as the next one's; answers name their request."""
     other = read(matmul(), device).signature
-    first = compiler.build(signature(device), Constraints())
+    first = compiler.build(signature(device), Constraints(), {})
 
     def interrupted(_pipe):
         raise KeyboardInterrupt
@@ -84,13 +87,40 @@ def test_an_answer_is_never_taken_for_another_requests(compiler, device, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr("plancache.compiler._receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            compiler.build(other, Constraints())
-    assert compiler.build(signature(device), Constraints()).recipe == first.recipe
+            compiler.build(other, Constraints(), {})
+    assert compiler.build(signature(device), Constraints(), {}).recipe == first.recipe
     with monkeypatch.context() as patched:
         patched.setattr("plancache.compiler._digest", lambda *_: "another")
         with pytest.raises(CompilerError, match="another request"):
-            compiler.build(other, Constraints())
-    assert compiler.build(signature(device), Constraints()).recipe == first.recipe
+            compiler.build(other, Constraints(), {})
+    assert compiler.build(signature(device), Constraints(), {}).recipe == first.recipe
+
+
+def test_a_child_that_loads_another_cudnn_builds_nothing(device):
+    """Keys name this process's cuDNN: a child that finds another one says so in place of building."""
+    compiler = Compiler(device, b'{"version":92801}')
+    with pytest.raises(CompilerError, match="another cuDNN"):
+        compiler.build(signature(device), Constraints(), {})
+    compiler.close()
+
+
+def test_what_a_library_prints_does_not_get_between_the_answers(device, tmp_path, monkeypatch):
+    """A child that prints at start-up builds all the same."""
+    (tmp_path / "sitecustomize.py").write_text("import os, sys; print('noise', flush=True); os.write(1, b'noise')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compiler = Compiler(device, Place.of(device, Libraries.loaded()).cudnn)
+    assert compiler.build(signature(device), Constraints(), {}).blob
+    compiler.close()
+
+
+def test_closing_does_not_wait_for_a_forked_worker(compiler, device):
+    """A worker that was forked holds the child's pipe too; closing ends the child all the same, in bounded time."""
+    compiler.build(signature(device), Constraints(), {})
+    child = compiler._child
+    held = os.dup(child._pipes[0].fileno())  # what a forked worker keeps
+    compiler.close()
+    assert child.process.returncode is not None
+    os.close(held)
 
 
 def test_cudnns_refusal_comes_through_as_its_own_error(compiler, device):
@@ -99,25 +129,25 @@ def test_cudnns_refusal_comes_through_as_its_own_error(compiler, device):
 
     made = read(matmul(), device).signature
     with pytest.raises(cudnn.cudnnGraphNotSupportedError):
-        compiler.build(made, Constraints(required_behavior_notes=("REQUIRES_FILTER_INT8x32_REORDER",)))
+        compiler.build(made, Constraints(required_behavior_notes=("REQUIRES_FILTER_INT8x32_REORDER",)), {})
     with pytest.raises(CompilerError, match="TENSOR_CORE"):
-        compiler.build(made, Constraints(barred_numerical_notes=("NO_SUCH_NOTE",)))
+        compiler.build(made, Constraints(barred_numerical_notes=("NO_SUCH_NOTE",)), {})
 
 
-def test_a_changed_variable_gets_a_child_of_its_own(compiler, device, monkeypatch):
-    """The child inherits result-changing variables, so one started under others is not asked."""
-    compiler.build(signature(device), Constraints())
+def test_a_changed_variable_gets_a_child_of_its_own(compiler, device):
+    """A child runs under the variables of the key that it builds for, so one started under others is not asked."""
+    compiler.build(signature(device), Constraints(), {})
     first = compiler._child
-    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    compiler.build(signature(device), Constraints())
+    built = compiler.build(signature(device), Constraints(), {"NVIDIA_TF32_OVERRIDE": "0"})
     assert compiler._child is not first
-    assert first.returncode == 0
+    assert first.process.returncode == 0
+    assert built.blob
 
 
 @pytest.mark.skipif(has_driver(), reason="the driver's library is here, so none has to be made")
 def test_without_driver_and_compiler_both_cures_are_named():
     """Neither libcuda nor a C compiler: the error names both ways out."""
-    script = "from plancache.compiler import provide_driver; provide_driver(13000)"
+    script = "from plancache.compiler import provide_driver; provide_driver(13000, '/nowhere')"
     environment = {**os.environ, "PATH": "/nowhere", "CC": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 1

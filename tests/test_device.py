@@ -60,7 +60,7 @@ def test_a_device_file_of_another_cudnn_is_refused_when_it_is_used(tmp_path, cac
     """A file from another cuDNN than the one loaded names both versions and both cures."""
     device = Device.from_file(written(tmp_path / "device.json", cudnn_version=92801))
     example = graphs.conv_bias_relu(batch=1, in_channels=32, out_channels=32, height=14, width=14)
-    with PlanCache(cache_dir, device=device) as cache, pytest.raises(DeviceFileError, match=r"92801.*91900.*--write-device"):
+    with PlanCache(cache_dir, device=device) as cache, pytest.raises(DeviceFileError, match=r"9\.28\.1.*9\.19\.0.*--write-device"):
         cache.plan(example.graph)
     with pytest.raises(DeviceFileError, match="whole number"):
         Device.from_file(written(tmp_path / "device.json", cudnn_version="9.19"))

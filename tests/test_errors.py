@@ -13,6 +13,7 @@ from plancache import errors
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value)]
 EXPECTED = {
+    "ClosedError": ValueError,
     "SettingsError": ValueError,
     "GraphStateError": ValueError,
     "UncacheableGraphError": ValueError,

@@ -137,7 +137,7 @@ def test_two_tensors_of_one_name_are_not_bound_by_it():
     """An ambiguous name is no key; tensors and uids still are."""
     case = Case()
     plan = Plan(case.loaded, [case.x, case.y], [Layout((8,), (1,), "FLOAT")] * 2, case.graph, "built")
-    plan._frozen = [(case.x, case.x.uid, "same"), (case.y, case.y.uid, "same")]
+    plan._frozen = [(case.x, case.x.uid, "same", False, False), (case.y, case.y.uid, "same", False, False)]
     with pytest.raises(OperandError, match="'same' is no operand"):
         plan.execute({"same": torch.zeros(8), case.y: torch.zeros(8)})
     plan.execute({case.x: torch.zeros(8), case.y.uid: torch.zeros(8)})
@@ -155,9 +155,17 @@ def test_objects_with_the_cuda_array_interface_are_taken(case):
     """Dense and strided arrays of the declared type and shape are bound, others refused."""
     case.plan.execute({**case.buffers, "x": _Array(), "y": _Array(strides=(96, 32, 4))})
     assert len(case.noting.runs) == 1
-    for wrong in (_Array(typestr="<f8"), _Array(shape=(2, 3, 4)), _Array(strides=(4, 8, 24))):
+    for wrong in (
+        _Array(typestr="<f8"),
+        _Array(shape=(2, 3, 4)),
+        _Array(strides=(4, 8, 24)),
+        _Array(strides=(97, 32, 4)),
+        _Array(strides=(4,)),
+    ):
         with pytest.raises(OperandError):
             case.plan.execute({**case.buffers, "x": wrong})
+    with pytest.raises(OperandError, match="read-only"):
+        case.plan.execute({**case.buffers, "y": _Array(data=(_Array().memory.data_ptr(), True))})
 
 
 def test_a_bound_plan_keeps_its_buffers_alive(case):
@@ -196,3 +204,29 @@ def test_buffers_that_the_graph_was_described_with_are_bound(case):
     plan.execute({out: y})
     plan.execute({out: y, given: other})
     assert case.noting.runs == [[x.data_ptr(), y.data_ptr()], [other.data_ptr(), y.data_ptr()]]
+
+
+def test_what_was_planned_is_frozen(case):
+    """Changing a tensor's role or layout after planning changes nothing that is checked."""
+    case.x.set_is_pass_by_value(True)
+    case.y.reordering_type = type("Reordering", (), {"name": "F8_128x4"})
+    with pytest.raises(OperandError, match="pass a torch tensor"):
+        case.plan.execute({**case.buffers, "x": 3.0})
+    with pytest.raises(OperandError, match="expected shape"):
+        case.plan.execute({**case.buffers, "y": torch.zeros(3, 2, 8)})
+
+
+@pytest.mark.parametrize("value", [0.1, -0.1, 1.0, 3.14159, 1e-40, 65504.5, float("inf"), float("nan"), 1.00390625, 1.01171875])
+def test_bfloat16_scalars_round_as_torch_does(value):
+    """A number for a bfloat16 scalar has the bits that torch gives it."""
+    from plancache.plan import _bfloat16
+
+    expected = torch.tensor(value, dtype=torch.bfloat16)
+    found = torch.frombuffer(bytearray(_bfloat16(value)), dtype=torch.bfloat16)[0]
+    assert torch.equal(found, expected) or (value != value and bool(found.isnan()))
+
+
+def test_operands_must_be_a_mapping(case):
+    """A list of buffers is refused with what is wanted."""
+    with pytest.raises(OperandError, match="must be a mapping"):
+        case.plan.execute([case.buffers["x"]])

@@ -25,7 +25,7 @@ def test_arguments_come_before_the_environment_and_both_before_defaults(tmp_path
         ("PLANCACHE_MODE", "fast", "readwrite, readonly, off"),
         ("PLANCACHE_BUILD", "lookup", "allow, forbid"),
         ("PLANCACHE_STRICT", "perhaps", "1 or 0"),
-        ("PLANCACHE_LOCK_TIMEOUT_S", "soon", "could not convert"),
+        ("PLANCACHE_LOCK_TIMEOUT_S", "soon", "a number of seconds"),
         ("PLANCACHE_LOCK_TIMEOUT_S", "-1", "0 or more"),
         ("PLANCACHE_LOCK_TIMEOUT_S", "inf", "finite"),
         ("PLANCACHE_DIR", "relative/path", "absolute"),

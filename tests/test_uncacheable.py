@@ -149,3 +149,56 @@ def test_dims_that_do_not_fit_are_the_frontends_own_error() -> None:
     graph.matmul(graph.tensor([2, 8, 8]), graph.tensor([2, 9, 8]))
     with pytest.raises(ValueError, match="Inner dimensions must match"):
         signature(graph)
+
+
+def test_objects_of_other_classes_are_refused_although_they_look_alike() -> None:
+    """A subclass could do anything when it is lowered: of a graph, a node or a tensor it is uncacheable."""
+
+    class Graph(cudnn.pygraph):
+        __hash__ = None
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    class Node(cudnn.Node): ...
+
+    class Tensor(cudnn.Tensor): ...
+
+    graph = Graph(io_data_type=cudnn.data_type.HALF)
+    graph.relu(graph.tensor([2, 3, 4]))
+    with pytest.raises(Uncacheable, match="another class"):
+        read(graph, DEVICE, {})
+    for part, kind in (("nodes", Node), ("tensors", Tensor)):
+        graph = matmul()
+        target = graph.nodes[0] if part == "nodes" else graph.nodes[0].inputs["A"]
+        target.__class__ = kind
+        with pytest.raises(Uncacheable, match="another class"):
+            read(graph, DEVICE)
+
+
+def test_an_extent_that_its_caller_can_change_is_read_anew() -> None:
+    """A dim given as an array of one element counts with the value it has when the graph is read."""
+    torch = pytest.importorskip("torch")
+    batch = torch.tensor(8)
+
+    def described() -> bytes:
+        graph = cudnn.pygraph(io_data_type=cudnn.data_type.HALF)
+        graph.relu(graph.tensor([batch, 16, 64], [1024, 64, 1])).set_output(True)
+        return read(graph, DEVICE).signature
+
+    first = described()
+    batch.fill_(32)
+    assert described() != first
+    batch.fill_(8)
+    assert described() == first
+
+
+def test_what_cannot_be_written_down_is_refused() -> None:
+    """A list that holds itself, or half a character, is uncacheable and no crash."""
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (endless, "\ud800"):
+        graph = matmul()
+        graph.nodes[0].params["extra"] = value
+        with pytest.raises(Uncacheable, match="cannot be written down"):
+            read(graph, DEVICE)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from plancache.cli.command import Command, nothing_stored, print_json, settings_of
-from plancache.cli.tables import count, cudnn_version, duration, engine, milliseconds, size, table
+from plancache.cli.tables import count, duration, engine, milliseconds, size, table
+from plancache.environment import version_text
 
 if TYPE_CHECKING:
     from plancache.listing import Listed
@@ -53,7 +54,7 @@ def _rows(entries: Sequence[Listed]) -> list[tuple[str, ...]]:
             str(fact["hits"]),
             duration(now - fact["created_at"]),
             fact["device"],
-            cudnn_version(fact["cudnn_version"]),
+            version_text(fact["cudnn_version"]),
         )
         for fact in (entry.to_dict() for entry in entries)
     ]

@@ -14,8 +14,8 @@ from pathlib import Path
 from plancache import __version__
 from plancache.cli.libraries import places, search
 from plancache.cli.report import Report
-from plancache.cli.tables import cuda_version, cudnn_version, size
-from plancache.environment import FRONTENDS, Device, Libraries, build_id, loaded_or_near, mapped_libraries
+from plancache.cli.tables import cuda_version, size
+from plancache.environment import FRONTENDS, Device, Libraries, build_id, loaded_or_near, mapped_libraries, version_text
 from plancache.errors import CompilerError, DeviceError, LibraryError
 
 _CUDNN = r"libcudnn\.so(\.\d+)*"
@@ -41,7 +41,7 @@ def look_at_versions(report: Report, libraries: Libraries | Exception) -> None:
     frontend = _installed("nvidia-cudnn-frontend")
     report.fact("frontend", frontend, f"nvidia-cudnn-frontend {frontend or 'not installed'}, tested with >={low},<{high}")
     if isinstance(libraries, Libraries):
-        report.fact("cudnn", libraries.cudnn_version, cudnn_version(libraries.cudnn_version))
+        report.fact("cudnn", libraries.cudnn_version, version_text(libraries.cudnn_version))
         if not libraries.frontend_tested:
             report.problem(
                 f"nvidia-cudnn-frontend {libraries.frontend_version} is not one that plancache was tested with, so nothing is cached; "

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from plancache.cli.command import Command, nothing_stored, print_json, settings_of
 from plancache.cli.graph import operations, print_graph, tensors
-from plancache.cli.tables import count, cuda_version, cudnn_version, duration, milliseconds, pairs, shorten, size, table
+from plancache.cli.tables import count, cuda_version, duration, milliseconds, pairs, shorten, size, table
+from plancache.environment import version_text
 
 if TYPE_CHECKING:
     from plancache.entry import Entry
@@ -110,7 +111,7 @@ def _history(entry: Entry, fact: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _version(name: str, value: Any) -> str:
-    return cudnn_version(value) if name == "cudnn" and type(value) is int else str(value)
+    return version_text(value) if name == "cudnn" and type(value) is int else str(value)
 
 
 def _moment(at: float) -> str:
@@ -135,7 +136,7 @@ def _component(name: str, preimage: bytes, fact: dict[str, Any]) -> str:
     if name == "signature":
         return fact["graph"]  # type: ignore[no-any-return]  # a JSON value
     if name == "cudnn":
-        return f"{cudnn_version(value['version'])} ({count(len(value['builds']), 'library', 'libraries')} by build id)"
+        return f"{version_text(value['version'])} ({count(len(value['builds']), 'library', 'libraries')} by build id)"
     if name == "driver":
         return f"CUDA {cuda_version(value)}"
     if name == "device":

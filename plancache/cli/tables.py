@@ -63,11 +63,6 @@ def duration(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def cudnn_version(number: int) -> str:
-    """A cuDNN version number as people write it: 91900 is 9.19.0 (cudnn_version.h)."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
 def cuda_version(number: int) -> str:
     """A CUDA version number as people write it: 13000 is 13.0 (cuda.h)."""
     return f"{number // 1000}.{number % 1000 // 10}"

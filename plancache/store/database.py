@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
+from weakref import WeakSet, finalize
 
 from plancache.entry import QUALITIES, Entry, Row, pack
 from plancache.errors import StoreError
@@ -56,7 +57,7 @@ class Database:
         self.path = path
         self._lock_timeout_s = lock_timeout_s
         self._local = threading.local()
-        self._opened: list[sqlite3.Connection] = []
+        self._opened: WeakSet[_Reader] = WeakSet()
         self._engine: Any = None
         self._guard = threading.Lock()
 
@@ -78,9 +79,9 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema revision of the file, or None where there is no file or no table yet."""
-        if not self.path.exists():
-            return None
         with _faults(self.path):
+            if not self.path.exists():
+                return None
             connection = self._connect()
             try:
                 return _revision(connection)
@@ -147,18 +148,18 @@ class Database:
     def _reader(self) -> sqlite3.Connection | None:
         """This thread's connection, or None while there is nothing to read."""
         local = self._local
-        if getattr(local, "pid", None) == os.getpid() and local.connection is not None:
-            return local.connection  # type: ignore[no-any-return]  # threading.local is untyped
-        local.pid, local.connection = os.getpid(), None  # after a fork the parent's connection is dropped, not closed
+        reader: _Reader | None = getattr(local, "reader", None)
+        if reader is not None and reader.process == os.getpid():
+            return reader.connection
         if not self.path.exists():
             return None
         connection = self._connect()
         if _revision(connection) != HEAD:
             connection.close()
             return None
-        local.connection = connection
+        local.reader = _Reader(connection)  # after a fork the parent's is dropped, and closed by nobody here
         with self._guard:
-            self._opened.append(connection)
+            self._opened.add(local.reader)
         return connection
 
     def _connect(self, mode: str = "rw") -> sqlite3.Connection:
@@ -187,14 +188,28 @@ class Database:
     def close(self) -> None:
         """Closes the connections that this process opened."""
         with self._guard:
-            opened, self._opened = self._opened, []
-        if getattr(self._local, "pid", os.getpid()) == os.getpid():
-            for connection in opened:
-                connection.close()
+            readers, self._opened = list(self._opened), WeakSet()
+        for reader in readers:
+            reader.close()
         self._local = threading.local()
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+
+
+class _Reader:
+    """A thread's connection, closed when its thread ends, by the process that opened it only."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self.process = os.getpid()
+        self.close = finalize(self, _close, connection, self.process)
+        self.close.atexit = False
+
+
+def _close(connection: sqlite3.Connection, process: int) -> None:
+    if process == os.getpid():
+        connection.close()
 
 
 def _revision(connection: sqlite3.Connection) -> str | None:
