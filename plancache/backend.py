@@ -6,6 +6,7 @@ what was measured of it (docs/environment.md).
 
 from __future__ import annotations
 
+import copy as copying
 import ctypes
 import json
 import threading
@@ -187,10 +188,16 @@ class CudnnBackend:
     def build_unchanged(self, graph: Any, constraints: Constraints) -> tuple[Executable, list[Any], list[Layout], int]:
         """Builds an uncacheable graph as its caller made it, on a clone: executable, tensors, layouts and workspace bytes."""
         scratch, _ = clone(graph)
+        for name, value in vars(scratch).items():
+            if isinstance(value, list | dict | set):  # planning writes into them
+                vars(scratch)[name] = copying.copy(value)
         scratch._tensor_by_uid = {tensor.uid: tensor for tensor in canonical_order(scratch)}
         scratch._data_bindings = {}
         with _BUILDING, self._on_device():
-            scratch._handle = self.handle()
+            if self.device.is_file:
+                scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
+            else:
+                scratch._handle = self.handle()
             self._plan(scratch, constraints, [])
             scratch.build_plans()
         uids = tuple(scratch._variant_pack_uids() or ())

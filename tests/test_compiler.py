@@ -174,3 +174,42 @@ def test_the_stand_in_says_that_there_is_no_device(tmp_path):
     assert stub.cuInit(0) == 100
     assert stub.cuDriverGetVersion(ctypes.byref(version)) == 0
     assert version.value == 12345
+
+
+UNCHANGED = """
+import sys
+from plancache.compiler import provide_driver
+
+provide_driver(13000, sys.argv[1])
+import cudnn
+from plancache import Constraints
+from plancache.backend import CudnnBackend
+from plancache.environment import Device
+from samples import matmul
+from changes import snapshot
+
+backend = CudnnBackend(Device.from_file("h200"))
+graph = matmul()
+graph.nodes[0].inputs["A"].surplus = "what plancache does not know"
+before = snapshot(graph)
+for constraints in (Constraints(), Constraints()):
+    executable, tensors, layouts, _ = backend.build_unchanged(graph, constraints)
+    assert [tensor.name for tensor in tensors] == ["a", "b", "matmul.0::C"]
+    assert [tensor is graph._tensor_by_uid[tensor.uid] for tensor in tensors] == [True] * 3
+    assert layouts[2].dim == (8, 64, 16)
+    name = executable._graph.get_plan_name_at_index(executable._graph._plan_index)
+assert snapshot(graph) == before
+try:
+    backend.build_unchanged(graph, Constraints(barred_engines=(name.partition("_")[0],)))
+except cudnn.cudnnGraphNotSupportedError:
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(has_driver(), reason="the stand-in is only made where there is no driver")
+def test_an_uncacheable_graph_is_built_as_it_is_under_the_constraints(tmp_path):
+    """A graph that cannot be cached is built on a clone, as often as asked, and what is barred stays barred."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", UNCHANGED, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("refused\n")
