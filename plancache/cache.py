@@ -169,13 +169,12 @@ class PlanCache:
         if build not in ("allow", "forbid", "lookup"):
             raise SettingsError(f"build must be 'allow', 'forbid' or 'lookup', not {build!r}")
         constraints = constraints or self._constraints
-        target = self._target()
+        target, variables = self._target(), result_changing_variables()
         try:
-            self._check_environment(target)
+            self._check_environment(target, variables)
             reading = read(graph, target.device, self._seen)
         except Uncacheable as error:
             return self._plan_uncached(graph, error.reason, target, build, constraints)
-        variables = result_changing_variables()
         key = make_key(reading.signature, target.place, variables, constraints)
         found = None if refresh else self._look_up(key, target)
         if found is None:
@@ -298,16 +297,14 @@ class PlanCache:
 
     # ---- what cannot be cached
 
-    def _check_environment(self, target: _Target) -> None:
+    def _check_environment(self, target: _Target, variables: dict[str, str]) -> None:
         """Raises `Uncacheable` where what is built would not be what a key says."""
-        if target.builder is target.backend and result_changing_variables() != target.variables:
-            names = ", ".join(sorted(dict(target.variables.items() ^ result_changing_variables().items())))
-            self._warn(
-                "variables",
-                f"{names} changed since this process first planned, and cuDNN may not have noticed: nothing is cached; "
-                "set result-changing variables before the first plan",
-            )
-            raise Uncacheable(f"{names} changed since this process first planned")
+        if target.builder is target.backend and variables != target.variables:
+            changed = ", ".join(sorted({name for name, _ in variables.items() ^ target.variables.items()}))
+            why = f"{changed} changed since this process first planned"
+            cure = "set result-changing variables before the first plan"
+            self._warn("variables", f"{why}, and cuDNN may not have noticed: nothing is cached; {cure}")
+            raise Uncacheable(why)
         version = target.backend.libraries.frontend_version
         if not target.backend.libraries.frontend_tested:
             low, high = (".".join(map(str, bound)) for bound in FRONTENDS)
