@@ -166,14 +166,21 @@ def test_a_compiler_that_fails_is_named(tmp_path, monkeypatch):
         compile_stub(str(tmp_path / "libcuda.so.1"), 13000)
 
 
+STAND_IN = """
+import ctypes, sys
+
+stub, version = ctypes.CDLL(sys.argv[1]), ctypes.c_int()
+print(stub.cuInit(0), stub.cuDriverGetVersion(ctypes.byref(version)), version.value)
+"""
+
+
 def test_the_stand_in_says_that_there_is_no_device(tmp_path):
-    """The stand-in reports the device file's driver version and CUDA_ERROR_NO_DEVICE."""
-    library = tmp_path / "libcuda.so.1"
-    compile_stub(str(library), 12345)
-    stub, version = ctypes.CDLL(str(library)), ctypes.c_int()
-    assert stub.cuInit(0) == 100
-    assert stub.cuDriverGetVersion(ctypes.byref(version)) == 0
-    assert version.value == 12345
+    """The stand-in reports the device file's driver version and CUDA_ERROR_NO_DEVICE (in a process of its own: once
+    loaded, it would be this one's driver)."""
+    library = str(tmp_path / "libcuda.so.1")
+    compile_stub(library, 12345)
+    done = subprocess.run([sys.executable, "-c", STAND_IN, library], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["100", "0", "12345"]
 
 
 UNCHANGED = """
