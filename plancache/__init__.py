@@ -8,11 +8,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from plancache import errors, graphs
-    from plancache.cache import PlanCache, Statistics
+    from plancache.cache import PlanCache
     from plancache.environment import Device
     from plancache.key import Constraints, PlanKey
     from plancache.plan import Plan
     from plancache.settings import Settings
+    from plancache.statistics import Statistics
 
 __all__ = ["Constraints", "Device", "Plan", "PlanCache", "PlanKey", "Settings", "Statistics", "errors", "graphs"]
 
@@ -23,7 +24,7 @@ _HOMES = {
     "PlanCache": "cache",
     "PlanKey": "key",
     "Settings": "settings",
-    "Statistics": "cache",
+    "Statistics": "statistics",
     "errors": "errors",
     "graphs": "graphs",
 }

@@ -19,9 +19,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakSet
 
 from plancache import __version__
@@ -38,72 +38,20 @@ from plancache.errors import (
     StoreError,
     UncacheableGraphError,
 )
-from plancache.key import Constraints, Place, PlanKey, make_key
+from plancache.key import Constraints, PlanKey, make_key
 from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.singleflight import SingleFlight
+from plancache.statistics import Failure, Statistics, Warmed
 from plancache.store.database import Database
 
 if TYPE_CHECKING:
-    from plancache.backend import CudnnBackend
-    from plancache.compiler import Compiler
     from plancache.listing import Listed
+    from plancache.target import DeviceTarget
 
 _log = logging.getLogger("plancache.cache")
 logging.getLogger("plancache").addHandler(logging.NullHandler())  # else a warning is printed twice where logging is not set up
-
-
-@dataclass
-class Statistics:
-    """What a cache did since it was opened. `uncacheable` counts graphs by reason, `faults` cache faults by kind."""
-
-    memory_hits: int = 0
-    local_hits: int = 0
-    misses: int = 0
-    builds: int = 0
-    build_s: float = 0.0
-    load_s: float = 0.0
-    saved_s: float = 0.0
-    uncacheable: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-
-
-class Failure(NamedTuple):
-    """A graph that `warm` could not plan, by its place in the iteration, and why."""
-
-    position: int
-    error: Exception
-
-
-class Warmed(NamedTuple):
-    """What `warm` brought: the plans, and the failures."""
-
-    plans: tuple[Plan, ...]
-    failures: tuple[Failure, ...]
-
-
-class _Target:
-    """A device and everything that plans for it need."""
-
-    def __init__(self, device: Device) -> None:
-        from plancache.backend import CudnnBackend
-
-        self.device = device
-        self.backend = CudnnBackend(device)
-        self.place = Place.of(device, self.backend.libraries)
-        self.unknown = self.backend.libraries.unknown
-        # cuDNN reads some variables once in a process: what they were then is what builds in this process are made under
-        self.variables = result_changing_variables()
-        self.builder: CudnnBackend | Compiler = self.backend
-        if device.is_file:
-            from plancache.compiler import Compiler
-
-            self.builder = Compiler(device, b"" if self.unknown else self.place.cudnn)
-
-    def close(self) -> None:
-        self.builder.close()
-        self.backend.close()
 
 
 class PlanCache:
@@ -137,7 +85,7 @@ class PlanCache:
         self._stores = self.settings.mode != "off"
         locks = self.settings.directory / "locks" if self.settings.mode == "readwrite" else None
         self._flight = SingleFlight(locks, timeout_s=self.settings.lock_timeout_s, on_fault=lambda error: self._fault("lock", error))
-        self._targets: dict[int | None, _Target] = {}
+        self._targets: dict[int | None, DeviceTarget] = {}
         self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
         self._hits: Counter[bytes] = Counter()
         self._condemned: dict[bytes, bytes] = {}
@@ -192,7 +140,7 @@ class PlanCache:
         tensors = [reading.tensors[uid - 1] for uid in entry.operands]
         return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
 
-    def _look_up(self, key: PlanKey, target: _Target) -> tuple[Loaded, str] | None:
+    def _look_up(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
         """What answers a key: memory, then the store; loaded for this thread."""
         loaded = self._loaded.get((key.digest, target.device.ordinal))
         if loaded is not None:
@@ -218,7 +166,7 @@ class PlanCache:
             self._hits[key.digest] += 1
         return loaded, "local"
 
-    def _fetch(self, key: PlanKey, target: _Target) -> tuple[Entry, bytes] | None:
+    def _fetch(self, key: PlanKey, target: DeviceTarget) -> tuple[Entry, bytes] | None:
         """A checked entry that may run here, and its checksum."""
         if not self._stores or target.unknown:
             return None
@@ -242,7 +190,7 @@ class PlanCache:
             self._condemned[key.digest] = row.checksum
         return None
 
-    def _ready(self, entry: Entry, target: _Target) -> Loaded:
+    def _ready(self, entry: Entry, target: DeviceTarget) -> Loaded:
         """An entry as a plan that this thread can run, kept in memory."""
         loaded = Loaded(
             lambda: target.backend.load(entry),
@@ -258,7 +206,7 @@ class PlanCache:
         return loaded
 
     def _build(
-        self, reading: Reading, key: PlanKey, target: _Target, constraints: Constraints, variables: dict[str, str], refresh: bool
+        self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str], refresh: bool
     ) -> tuple[Loaded, str]:
         with self._flight.building(key.digest):
             found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
@@ -283,7 +231,7 @@ class PlanCache:
             self._store(entry, target, refresh)
         return loaded, "built"
 
-    def _store(self, entry: Entry, target: _Target, refresh: bool) -> None:
+    def _store(self, entry: Entry, target: DeviceTarget, refresh: bool) -> None:
         if self.settings.mode != "readwrite" or target.unknown:
             return
         if "unknown" in entry.requirements.values():
@@ -297,7 +245,7 @@ class PlanCache:
 
     # ---- what cannot be cached
 
-    def _check_environment(self, target: _Target, variables: dict[str, str]) -> None:
+    def _check_environment(self, target: DeviceTarget, variables: dict[str, str]) -> None:
         """Raises `Uncacheable` where what is built would not be what a key says."""
         if target.builder is target.backend and variables != target.variables:
             changed = ", ".join(sorted({name for name, _ in variables.items() ^ target.variables.items()}))
@@ -315,7 +263,7 @@ class PlanCache:
             )
             raise Uncacheable(f"nvidia-cudnn-frontend {version} is not tested")
 
-    def _plan_uncached(self, graph: Any, reason: str, target: _Target, build: Build, constraints: Constraints) -> Plan | None:
+    def _plan_uncached(self, graph: Any, reason: str, target: DeviceTarget, build: Build, constraints: Constraints) -> Plan | None:
         """Builds a graph as its caller made it, without the cache, under the constraints."""
         with self._guard:
             self._statistics.uncacheable[reason] += 1
@@ -397,7 +345,7 @@ class PlanCache:
 
     # ---- life
 
-    def _target(self) -> _Target:
+    def _target(self) -> DeviceTarget:
         """What plans for the device that was named, or is current."""
         if self._closed:
             raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
@@ -406,13 +354,15 @@ class PlanCache:
         ordinal = current_ordinal()
         return self._targets.get(ordinal) or self._target_of(Device.current(ordinal))
 
-    def _target_of(self, device: Device) -> _Target:
+    def _target_of(self, device: Device) -> DeviceTarget:
         target = self._targets.get(device.ordinal)
         if target is None:
             with self._guard:
                 target = self._targets.get(device.ordinal)
                 if target is None:
-                    target = self._targets[device.ordinal] = _Target(device)
+                    from plancache.target import DeviceTarget
+
+                    target = self._targets[device.ordinal] = DeviceTarget(device)
             if target.unknown:
                 self._warn("unknown", f"{target.unknown}: plans are kept in memory only, since what they depend on is not known")
         return target

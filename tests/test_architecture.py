@@ -17,10 +17,11 @@ PACKAGE = Path(plancache.__file__).parent
 MIGRATIONS = PACKAGE.parent / "migrations"
 
 ORDER = """
-errors settings encoding signature description environment key entry listing store store.schema store.database store.sealed store.levels
-store.retention singleflight backend compiler proof autotune kernels plan cache graphs intercept startup cli __main__
+errors settings encoding signature description environment key entry listing
+store store.schema store.database store.sealed store.levels store.retention singleflight
+backend compiler target proof autotune kernels operands plan statistics cache graphs intercept startup cli __main__
 """.split()
-"""A module imports only from those before it (docs/design.md); those of one package may import one another."""
+"""A module imports only from those before it (CONTRIBUTING.md); those of one package may import one another."""
 
 MAY_IMPORT_CUDNN = {"backend", "environment", "graphs", "intercept"}
 HEAVY = ("cudnn", "torch", "numpy", "sqlalchemy", "alembic", "zstandard", "filelock", "platformdirs")
@@ -78,7 +79,7 @@ OWN = [found for found in IMPORTS if found.target.split(".")[0] == "plancache" a
 
 def rank(module: str) -> int:
     name = module if module in ORDER else module.split(".")[0]
-    assert name in ORDER, f"{module} has no place in the order: add it to docs/design.md and here"
+    assert name in ORDER, f"{module} has no place in the order: add it to CONTRIBUTING.md and here"
     return ORDER.index(name)
 
 

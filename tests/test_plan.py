@@ -137,7 +137,7 @@ def test_two_tensors_of_one_name_are_not_bound_by_it():
     """An ambiguous name is no key; tensors and uids still are."""
     case = Case()
     plan = Plan(case.loaded, [case.x, case.y], [Layout((8,), (1,), "FLOAT")] * 2, case.graph, "built")
-    plan._frozen = [(case.x, case.x.uid, "same", False, False), (case.y, case.y.uid, "same", False, False)]
+    plan._frozen = [(case.x, case.x.uid, "same", False, None), (case.y, case.y.uid, "same", False, None)]
     with pytest.raises(OperandError, match="'same' is no operand"):
         plan.execute({"same": torch.zeros(8), case.y: torch.zeros(8)})
     plan.execute({case.x: torch.zeros(8), case.y.uid: torch.zeros(8)})
@@ -219,7 +219,7 @@ def test_what_was_planned_is_frozen(case):
 @pytest.mark.parametrize("value", [0.1, -0.1, 1.0, 3.14159, 1e-40, 65504.5, float("inf"), float("nan"), 1.00390625, 1.01171875])
 def test_bfloat16_scalars_round_as_torch_does(value):
     """A number for a bfloat16 scalar has the bits that torch gives it."""
-    from plancache.plan import _bfloat16
+    from plancache.operands import _bfloat16
 
     expected = torch.tensor(value, dtype=torch.bfloat16)
     found = torch.frombuffer(bytearray(_bfloat16(value)), dtype=torch.bfloat16)[0]
