@@ -212,8 +212,9 @@ class CudnnBackend:
         clock.append(time.perf_counter())
         if constraints.barred_engines:
             copy.deselect_engines(list(constraints.barred_engines))
-        if constraints.workspace_limit_bytes is not None:
-            copy.deselect_workspace_greater_than(constraints.workspace_limit_bytes)
+        limits = [limit for limit in (constraints.workspace_limit_bytes, copy._workspace_limit) if limit is not None]
+        if limits:
+            copy.deselect_workspace_greater_than(min(limits))
         copy.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
         for select, kind, names in (

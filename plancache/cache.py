@@ -116,6 +116,8 @@ class PlanCache:
         build = build or self.settings.build
         if build not in ("allow", "forbid", "lookup"):
             raise SettingsError(f"build must be 'allow', 'forbid' or 'lookup', not {build!r}")
+        if not isinstance(constraints, Constraints | None):
+            raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
         constraints = constraints or self._constraints
         target, variables = self._target(), result_changing_variables()
         try:
@@ -202,6 +204,9 @@ class PlanCache:
         if not target.device.is_file:
             loaded.executable()
         with self._guard:
+            if self._closed:  # while this plan was built or loaded
+                loaded.close()
+                raise ClosedError("the cache was closed while this plan was made")
             self._loaded[entry.key.digest, target.device.ordinal] = loaded
         return loaded
 
@@ -315,6 +320,8 @@ class PlanCache:
     def entry(self, digest: str | PlanKey) -> Entry:
         """The stored entry of a key, or whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
         digest = digest.hex if isinstance(digest, PlanKey) else digest
+        if not digest:
+            raise LookupError("give at least one hex digit of a key; 'plancache ls' lists them")
         keys = [row.key for row in self._database.listing() if row.key.hex().startswith(digest.lower())]
         row = self._database.get(keys[0]) if len(keys) == 1 else None
         if row is None:

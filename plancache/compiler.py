@@ -8,6 +8,7 @@ ends the child and is an error for one graph.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -19,14 +20,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NoReturn
+from weakref import finalize
 
 from plancache.entry import Built, decode_facts, encode_facts
 from plancache.environment import Device, load_frontend, result_changing_variables
-from plancache.errors import CompilerError, PlancacheError
+from plancache.errors import ClosedError, CompilerError, PlancacheError
 from plancache.key import Constraints, Place
 
 _STUB = Path(__file__).with_name("driver_stub.c")
@@ -45,6 +47,7 @@ class Compiler:
         self._device = device
         self._cudnn = cudnn
         self._child: _Child | None = None
+        self._closed = False
         self._guard = threading.Lock()
 
     def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str]) -> Built:
@@ -55,6 +58,8 @@ class Compiler:
         facts = {"device": asdict(self._device), "constraints": asdict(constraints), "cudnn": self._cudnn.decode()}
         request = json.dumps(facts).encode()
         with self._guard:
+            if self._closed:
+                raise ClosedError("the cache was closed while this graph waited to be built")
             child = self._running(dict(variables))
             try:
                 answer, blob = child.ask(request, signature)
@@ -89,8 +94,9 @@ class Compiler:
             child.stop(kill)
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child, once it has answered."""
         with self._guard:
+            self._closed = True
             self._stop()
 
 
@@ -99,20 +105,24 @@ class _Child:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.variables = variables
-        self.folder = tempfile.TemporaryDirectory(prefix="plancache-")
         others = {name: value for name, value in os.environ.items() if name not in result_changing_variables()}
         environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        requests, self._requests = os.pipe()
-        self._answers, answers = os.pipe()
-        command = [sys.executable, "-P", "-m", "plancache.compiler", str(requests), str(answers), self.folder.name]
-        try:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(requests, answers)
-            )
-        finally:
-            os.close(requests)
-            os.close(answers)
-        self._pipes: tuple[IO[bytes], IO[bytes]] = (os.fdopen(self._requests, "wb"), os.fdopen(self._answers, "rb"))
+        with ExitStack() as undo:
+            try:
+                self.folder = tempfile.mkdtemp(prefix="plancache-")
+                self.clean = finalize(self, _remove, self.folder, os.getpid())
+                undo.callback(self.clean)
+                requests, answers = _pipe(undo), _pipe(undo)
+                command = [sys.executable, "-P", "-m", "plancache.compiler", str(requests[0]), str(answers[1]), self.folder]
+                self.process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(requests[0], answers[1])
+                )
+            except (OSError, TypeError, ValueError) as error:
+                raise CompilerError(f"cannot start Python ({sys.executable!r}) to build without a GPU: {error}") from error
+            undo.pop_all()
+        os.close(requests[0])
+        os.close(answers[1])
+        self._pipes: tuple[IO[bytes], IO[bytes]] = (os.fdopen(requests[1], "wb"), os.fdopen(answers[0], "rb"))
 
     def ask(self, request: bytes, signature: bytes) -> tuple[bytes, bytes]:
         _send(self._pipes[0], request, signature)
@@ -130,7 +140,24 @@ class _Child:
         except subprocess.TimeoutExpired:  # a forked worker of the program holds the pipe open too
             self.process.kill()
             self.process.wait()
-        self.folder.cleanup()
+        self.clean()
+
+
+def _pipe(undo: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are none of the standard streams, which a child starts with anew."""
+    ends = []
+    for end in os.pipe():
+        if end < 3:
+            end, low = fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), end
+            os.close(low)
+        undo.callback(os.close, end)
+        ends.append(end)
+    return ends[0], ends[1]
+
+
+def _remove(folder: str, process: int) -> None:
+    if process == os.getpid():  # not a forked worker's to remove
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _built_or_raise(answer: dict[str, Any], blob: bytes) -> Built:

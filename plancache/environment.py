@@ -14,7 +14,7 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -339,6 +339,12 @@ def version_text(cudnn_version: int) -> str:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+@lru_cache(maxsize=1)
+def variables_of_this_process() -> dict[str, str]:
+    """The result-changing variables when this process first planned: cuDNN reads some of them once."""
+    return result_changing_variables()
 
 
 class Here(Mapping[str, "str | None"]):

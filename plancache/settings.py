@@ -85,6 +85,10 @@ class Settings:
     """Where each value came from: a variable's name, `argument` or `default`."""
 
     def __post_init__(self) -> None:
+        place = os.fspath(self.directory)
+        if not place or "\0" in place:
+            raise SettingsError(f"directory must be the path of a folder, not {place!r}")
+        object.__setattr__(self, "directory", Path(place))
         for name, choices in (("mode", ("readwrite", "readonly", "off")), ("build", ("allow", "forbid")), ("strict", (True, False))):
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
@@ -107,7 +111,7 @@ class Settings:
             except ValueError as error:
                 raise SettingsError(f"{variable}={text!r} {error}") from None
             sources[name] = variable
-        if "directory" in values:
+        if values.get("directory"):
             values["directory"] = Path(values["directory"]).expanduser().absolute()
         known = {f.name for f in fields(cls) if f.name != "sources"}
         if unknown := values.keys() - known:

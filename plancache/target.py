@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from plancache.backend import CudnnBackend
-from plancache.environment import Device, result_changing_variables
+from plancache.environment import Device, variables_of_this_process
 from plancache.key import Place
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ class DeviceTarget:
         self.backend = CudnnBackend(device)
         self.place = Place.of(device, self.backend.libraries)
         self.unknown = self.backend.libraries.unknown
-        # cuDNN reads some variables once in a process: what they were then is what builds in this process are made under
-        self.variables = result_changing_variables()
+        self.variables = variables_of_this_process()
         self.builder: CudnnBackend | Compiler = self.backend
         if device.is_file:
             from plancache.compiler import Compiler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -401,3 +402,35 @@ def test_variables_that_change_after_the_first_plan_switch_the_cache_off(cache_d
         with pytest.warns(PlancacheWarning, match="NVIDIA_TF32_OVERRIDE changed"):
             assert cache.plan(matmul(), build="lookup") is None
         assert len(cache.entries()) == 1
+    with PlanCache(cache_dir, device=gpu) as cache:  # nor does a new cache in this process believe them
+        target = cache._target_of(gpu)
+        target.backend = target.builder = _Refusing(gpu, backend)
+        with pytest.warns(PlancacheWarning, match="NVIDIA_TF32_OVERRIDE changed"):
+            assert cache.plan(matmul(), build="lookup") is None
+
+
+def test_closing_while_other_threads_read_is_no_crash(cache_dir, device):
+    """Threads that look up plans while the cache is closed get a plan, a miss or a clear error."""
+    with PlanCache(cache_dir, device=device, strict=True) as cache:
+        cache.plan(convolution())
+    for _ in range(5):
+        cache, failures = PlanCache(cache_dir, device=device), []
+
+        def read(cache: PlanCache = cache, failures: list = failures) -> None:
+            try:
+                for _ in range(200):
+                    list(cache._database.listing())
+                    cache._database.get(bytes(32))
+            except StoreError:
+                pass  # closed meanwhile
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        cache.close()
+        for thread in threads:
+            thread.join()
+        cache._database.close()
+        assert not failures

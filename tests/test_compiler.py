@@ -16,7 +16,7 @@ from samples import matmul
 from plancache import Constraints, graphs
 from plancache.compiler import Compiler, c_compiler, compile_stub
 from plancache.environment import Libraries, mapped_libraries
-from plancache.errors import CompilerError
+from plancache.errors import ClosedError, CompilerError
 from plancache.key import Place
 from plancache.signature import read
 
@@ -47,10 +47,10 @@ def test_one_child_builds_and_this_process_never_loads_the_stand_in(compiler, de
     assert first.recipe == second.recipe
     assert mapped_libraries("libcuda") == before
     child = compiler._child
-    assert Path(child.folder.name).is_dir()
+    assert Path(child.folder).is_dir()
     compiler.close()
     assert child.process.returncode == 0
-    assert not Path(child.folder.name).exists()
+    assert not Path(child.folder).exists()
 
 
 def test_a_child_that_dies_is_an_error_for_one_graph(compiler, device):
@@ -102,6 +102,26 @@ def test_a_child_that_loads_another_cudnn_builds_nothing(device):
     with pytest.raises(CompilerError, match="another cuDNN"):
         compiler.build(signature(device), Constraints(), {})
     compiler.close()
+
+
+def test_a_python_that_cannot_be_started_is_named(device, monkeypatch):
+    """No interpreter to start: one clear error each time, and no descriptor or folder is left behind."""
+    compiler = Compiler(device, b"")
+    made = signature(device)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for executable in (None, "", "/nowhere/python"):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(CompilerError, match="cannot start Python"):
+            compiler.build(made, Constraints(), {})
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_closed_compiler_builds_nothing(compiler, device):
+    """A build that comes after close starts no child."""
+    compiler.close()
+    with pytest.raises(ClosedError):
+        compiler.build(signature(device), Constraints(), {})
+    assert compiler._child is None
 
 
 def test_what_a_library_prints_does_not_get_between_the_answers(device, tmp_path, monkeypatch):

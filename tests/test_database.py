@@ -310,13 +310,13 @@ def test_threads_share_a_database_and_no_connection(database: Database) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(look, range(4)))
-    connections = {id(connection): connection for _, connection in rows}.values()
+    readers = {id(reader): reader for _, reader in rows}.values()
     assert {row for row, _ in rows} == {pack(make_entry())}
-    assert len(connections) == 4
+    assert len(readers) == 4
     database.close()
-    for connection in connections:
+    for reader in readers:
         with pytest.raises(sqlite3.ProgrammingError):
-            connection.execute("SELECT 1")
+            reader.connection.execute("SELECT 1")
 
 
 def test_a_connection_does_not_cross_a_fork(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_a_connection_does_not_cross_a_fork(database: Database, monkeypatch: pyt
     assert database.get(KEY) == pack(make_entry())
     assert database._reader() is not parents
     assert parents is not None
-    assert parents.execute("SELECT 1").fetchone() == (1,)
+    assert parents.connection.execute("SELECT 1").fetchone() == (1,)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

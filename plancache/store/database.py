@@ -58,6 +58,7 @@ class Database:
         self._lock_timeout_s = lock_timeout_s
         self._local = threading.local()
         self._opened: WeakSet[_Reader] = WeakSet()
+        self._inherited: list[_Reader] = []
         self._engine: Any = None
         self._guard = threading.Lock()
 
@@ -65,15 +66,13 @@ class Database:
 
     def get(self, key: bytes) -> Row | None:
         """The row under a key, or None. Raises `StoreError`."""
-        with _faults(self.path):
-            connection = self._reader()
+        with _faults(self.path), self._reading() as connection:
             row = connection.execute(SELECT_ENTRY, (key,)).fetchone() if connection else None
         return Row(*row) if row else None
 
     def listing(self) -> Iterator[Listed]:
         """All rows without their payloads, oldest first. Raises `StoreError`."""
-        with _faults(self.path):
-            connection = self._reader()
+        with _faults(self.path), self._reading() as connection:
             rows = connection.execute(SELECT_LISTING).fetchall() if connection else []
         return map(Listed._make, rows)
 
@@ -111,8 +110,7 @@ class Database:
 
     def count_uses(self, hits: Mapping[bytes, int], now: float) -> None:
         """Adds to use counters, all in one transaction. Raises `StoreError`."""
-        with _faults(self.path):
-            connection = self._reader()
+        with _faults(self.path), self._reading() as connection:
             if connection is None:
                 return
             connection.execute("PRAGMA busy_timeout = 200")  # counts are not worth waiting for
@@ -145,22 +143,33 @@ class Database:
 
     # ---- connections
 
-    def _reader(self) -> sqlite3.Connection | None:
-        """This thread's connection, or None while there is nothing to read."""
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection | None]:
+        """This thread's connection, which nobody closes meanwhile; None while there is nothing to read."""
+        reader = self._reader()
+        if reader is None:
+            yield None
+            return
+        with reader.lock:
+            yield reader.connection
+
+    def _reader(self) -> _Reader | None:
         local = self._local
         reader: _Reader | None = getattr(local, "reader", None)
-        if reader is not None and reader.process == os.getpid():
-            return reader.connection
+        if reader is not None:
+            if reader.process == os.getpid():
+                return reader
+            self._inherited.append(reader)  # from before a fork: kept, since closing it here would harm the parent's
         if not self.path.exists():
             return None
         connection = self._connect()
         if _revision(connection) != HEAD:
             connection.close()
             return None
-        local.reader = _Reader(connection)  # after a fork the parent's is dropped, and closed by nobody here
+        local.reader = _Reader(connection)
         with self._guard:
             self._opened.add(local.reader)
-        return connection
+        return local.reader  # type: ignore[no-any-return]  # threading.local is untyped
 
     def _connect(self, mode: str = "rw") -> sqlite3.Connection:
         address = f"file:{quote(str(self.path))}?mode={mode}"
@@ -203,13 +212,15 @@ class _Reader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self.process = os.getpid()
-        self.close = finalize(self, _close, connection, self.process)
+        self.lock = threading.Lock()  # closing a connection that is in use crashes
+        self.close = finalize(self, _close, connection, self.process, self.lock)
         self.close.atexit = False
 
 
-def _close(connection: sqlite3.Connection, process: int) -> None:
+def _close(connection: sqlite3.Connection, process: int, lock: threading.Lock) -> None:
     if process == os.getpid():
-        connection.close()
+        with lock:
+            connection.close()
 
 
 def _revision(connection: sqlite3.Connection) -> str | None:
