@@ -157,6 +157,8 @@ class PlanCache:
         started = time.perf_counter()
         try:
             loaded = self._ready(entry, target)
+        except ClosedError:
+            raise
         except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
             self._condemned[key.digest] = checksum
             self._fault("load", StoreError(f"stored plan {key.hex[:16]} does not load ({type(error).__name__}: {error}); building it anew"))

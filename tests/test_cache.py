@@ -434,3 +434,22 @@ def test_closing_while_other_threads_read_is_no_crash(cache_dir, device):
             thread.join()
         cache._database.close()
         assert not failures
+
+
+def test_a_plan_that_is_made_while_the_cache_closes_is_not_handed_out(cache_dir, device, backend):
+    """A load or a build that ends after close gives an error, no plan that nobody would close."""
+    gpu = Device(device.properties, None, 0)
+    for stored in (False, True):
+        cache = PlanCache(cache_dir, device=gpu, strict=True)
+        target = cache._target_of(gpu)
+        target.backend = target.builder = slow = _Refusing(gpu, backend)
+        slow.refuses = False
+        slow.load = lambda *_, cache=cache: cache.close()
+        with pytest.raises(ClosedError, match="was closed while"):
+            cache.plan(matmul())
+        assert [loaded.closed for loaded in cache._live] in ([], [True])
+        if not stored:
+            with PlanCache(cache_dir, device=gpu, strict=True) as other:
+                target = other._target_of(gpu)
+                target.backend = target.builder = _Refusing(gpu, backend)
+                assert other.plan(matmul()).origin == "built"
