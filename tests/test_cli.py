@@ -176,8 +176,8 @@ def test_wrong_usage_is_one_line_and_exits_with_2(run: Run, arguments: tuple[str
 
 
 def test_the_cache_directory_is_taken_before_and_after_the_command(run: Run, cache: Path) -> None:
-    before, after = run("--cache-dir", str(cache), "ls"), run("ls", "--cache-dir", str(cache))
-    assert before == after and str(cache) in after.out
+    before, after = run("--cache-dir", str(cache), "ls", "--json"), run("ls", "--json", "--cache-dir", str(cache))
+    assert before == after and len(json.loads(after.out)) == 2
 
 
 def test_a_wrong_setting_is_one_line_and_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
