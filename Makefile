@@ -36,7 +36,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.ready-test: pyproject.toml constraints.txt | $(VENV)/.ready
-	$(PIP) --editable '.[$(EXTRAS),torch,test]' numpy build
+	$(PIP) --editable '.[$(EXTRAS),torch,test]' numpy
 	touch $@
 
 $(VENV)/.ready-lint: pyproject.toml constraints.txt | $(VENV)/.ready

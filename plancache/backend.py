@@ -151,11 +151,11 @@ class CudnnBackend:
         scratch = inferred(graph)
         scratch._handle = None
         scratch._cpp_graph_kwargs.update(name=_LABEL, device_property=self.properties(), sm_version=self.device.sm_version)
-        for uid, tensor in enumerate(canonical_order(scratch), 1):
+        scratch._tensor_by_uid = dict(enumerate(canonical_order(scratch), 1))
+        for uid, tensor in scratch._tensor_by_uid.items():
             tensor.uid, tensor.name = uid, f"t{uid}"
         for index, node in enumerate(scratch._nodes):
             node.name = f"n{index}"
-        scratch._tensor_by_uid = {tensor.uid: tensor for tensor in canonical_order(scratch)}
         with _BUILDING:
             lowered = scratch._lower_to_cpp()
             lowered.validate()

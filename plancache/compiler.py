@@ -105,7 +105,8 @@ class _Child:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.variables = variables
-        others = {name: value for name, value in os.environ.items() if name not in result_changing_variables()}
+        ambient = result_changing_variables()
+        others = {name: value for name, value in os.environ.items() if name not in ambient}
         environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with ExitStack() as undo:
             try:

@@ -14,6 +14,8 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
+from plancache.signature import row_major
+
 Reference = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 TENSOR_CORE_TYPES = ("BFLOAT16", "HALF", "FLOAT")
@@ -295,7 +297,7 @@ def sdpa(
     draft.output("o", o).set_dim(queries).set_stride(_attention_stride(queries, layout))
     if training:
         rows = (batch, heads, sequence_length, 1)
-        draft.statistic("stats", stats).set_dim(rows).set_stride(_row_major(rows))
+        draft.statistic("stats", stats).set_dim(rows).set_stride(row_major(rows))
     reference = partial(_sdpa_reference, causal=causal, training=training)
     return draft.example(reference, reduction_length=max(kv_length, head_dim))
 
@@ -422,10 +424,6 @@ def _product(kind: str, extents: tuple[int, int, int, int], transpose_b: bool, d
     return draft, draft.graph.matmul(a, b)
 
 
-def _row_major(dim: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(dim[axis + 1 :]) for axis in range(len(dim)))
-
-
 def _channels_last(dim: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     _, channels, height, width = dim
     return height * width * channels, 1, width * channels, channels
@@ -433,7 +431,7 @@ def _channels_last(dim: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 def _attention_stride(dim: tuple[int, int, int, int], layout: str) -> tuple[int, ...]:
     _, heads, length, head_dim = dim
-    return (length * heads * head_dim, head_dim, heads * head_dim, 1) if layout == "bshd" else _row_major(dim)
+    return (length * heads * head_dim, head_dim, heads * head_dim, 1) if layout == "bshd" else tuple(row_major(dim))
 
 
 def _float64(inputs: Mapping[str, Any], *roles: str) -> list[Any]:

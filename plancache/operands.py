@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from plancache.errors import OperandError
+from plancache.signature import row_major
 
 ALIGNMENT_BYTES = 16
 """cuDNN's default alignment of operands, for which plans are built."""
@@ -122,7 +123,7 @@ class Slot:
         size = int(kind[2:])
         if strides and (len(strides) != len(shape) or any(step % size for step in strides)):
             raise self._error(f"strides of {strides} bytes do not fit shape {shape} of {size}-byte elements", "pass a copy")
-        self._check_layout(shape, tuple(step // size for step in strides) if strides else row_major(shape))
+        self._check_layout(shape, tuple(step // size for step in strides) if strides else tuple(row_major(shape)))
         return self._aligned(int(address))
 
     def _host_address(self, buffer: Any) -> int:
@@ -174,15 +175,6 @@ def _bfloat16(value: float) -> bytes:
 
 def _essence(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(extent, step) for extent, step in zip(shape, stride, strict=True) if extent != 1]
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a dense buffer, last extent fastest."""
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
 
 
 def described(buffer: Any) -> str:

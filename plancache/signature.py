@@ -103,16 +103,23 @@ def read(graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, byte
         if seen is None or graph not in seen:
             if seen is not None:
                 seen[graph] = None
-            signature = _encode(inferred(graph), options)
+            signature = _inferred_signature(graph, options)
+            tensors = canonical_order(graph)
         else:
-            described, known = _encode(graph, options), seen[graph]
-            signature = known[1] if known and known[0] == described else _encode(inferred(graph), options)
+            tensors, known = canonical_order(graph), seen[graph]
+            described = _encode(graph, options, tensors)
+            signature = known[1] if known and known[0] == described else _inferred_signature(graph, options)
             seen[graph] = described, signature
     except UnknownTypeError as error:
         raise Uncacheable(str(error)) from None
     except (RecursionError, UnicodeEncodeError) as error:  # a list that holds itself, half a character
         raise Uncacheable(f"a parameter cannot be written down: {error}") from None
-    return Reading(signature, canonical_order(graph), graph)
+    return Reading(signature, tensors, graph)
+
+
+def _inferred_signature(graph: Any, options: list[Any]) -> bytes:
+    scratch = inferred(graph)
+    return _encode(scratch, options, canonical_order(scratch))
 
 
 def inferred(graph: Any) -> Any:
@@ -125,11 +132,16 @@ def inferred(graph: Any) -> Any:
         scratch._lowered_graph = None
     for tensor in tensors:
         if tensor.dim and not tensor.stride:  # the frontend does this only for tensors whose names are unique
-            tensor.stride = [prod(tensor.dim[axis + 1 :]) for axis in range(len(tensor.dim))]
+            tensor.stride = row_major(tensor.dim)
     node = scratch._unlowerable_node()
     if node is not None:
         raise Uncacheable(f"{node.node_type.name.lower()} runs on a Python engine of the frontend only")
     return scratch
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """Strides in elements of a dense tensor, last extent fastest."""
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def canonical_order(graph: Any) -> list[Any]:
@@ -152,9 +164,8 @@ def canonical_order(graph: Any) -> list[Any]:
 _NOT_LOWERED = object()
 
 
-def _encode(graph: Any, options: list[Any]) -> bytes:
-    """The bytes of a graph as it stands: a signature, where inference has been."""
-    tensors = canonical_order(graph)
+def _encode(graph: Any, options: list[Any], tensors: list[Any]) -> bytes:
+    """The bytes of a graph as it stands, its tensors in canonical order: a signature, where inference has been."""
     frontend = _frontend()
     if not {type(node) for node in graph._nodes} <= {frontend.Node} or not {type(tensor) for tensor in tensors} <= {frontend.Tensor}:
         raise Uncacheable("a node or tensor is of another class than the frontend's")
