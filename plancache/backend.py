@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 _LABEL = "plancache"
+_LARGEST_TO_RAISE_IT = 31 << 20  # bytes: freeing a block of up to 32 MB raises glibc's thresholds to it (mallopt(3))
 
 # The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
 _BUILDING = threading.RLock()
@@ -100,6 +101,7 @@ class CudnnBackend:
         self._handles: list[Any] = []
         self._properties: Any = None
         self._nvrtc: list[Any] = []
+        _let_malloc_keep_pages()
 
     # ---- copies
 
@@ -323,6 +325,15 @@ class CudnnBackend:
         self._local = threading.local()
         for handle in handles:
             load_frontend().destroy_handle(handle)
+
+
+def _let_malloc_keep_pages() -> None:
+    """Lets glibc keep up to 64 MB that are freed, as after any large buffer that a program frees.
+
+    A load inflates some MB and frees them; pages that went back to the system are faulted in anew at the next load,
+    which is two fifths of the time that a norm's plan takes (docs/environment.md).
+    """
+    bytes(_LARGEST_TO_RAISE_IT)
 
 
 @contextmanager

@@ -231,6 +231,13 @@ class Plan:
 
     def _given(self, workspace: Any) -> tuple[Any, int]:
         """A workspace of the caller's, checked, and its address."""
+        try:
+            if workspace.get_device() == self._loaded.device and workspace.nbytes >= self.workspace_size and workspace.is_contiguous():
+                address = workspace.data_ptr()
+                if not address & 15:  # ALIGNMENT_BYTES - 1
+                    return workspace, address
+        except (AttributeError, TypeError):
+            pass  # no torch tensor
         from plancache.operands import ALIGNMENT_BYTES, described
 
         interface = getattr(workspace, "__cuda_array_interface__", None)
