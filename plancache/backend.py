@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy as copying
 import ctypes
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
+from plancache.capture import Releases, quietly
 from plancache.encoding import Enum
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near, version_text
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 _LABEL = "plancache"
+_DEVICE_TROUBLE = "out of memory|ALLOC|CUDA_ERROR|CUDA_DRIVER|CUDART|cudaError|CUDA error|CUDNN_STATUS_EXECUTION_FAILED"
 _LARGEST_TO_RAISE_IT = 31 << 20  # bytes: freeing a block of up to 32 MB raises glibc's thresholds to it (mallopt(3))
 
 # The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
@@ -97,8 +101,8 @@ class CudnnBackend:
             )
         self.libraries = Libraries.loaded()
         self.here = Here(self.libraries)
+        self.releases = Releases()
         self._local = threading.local()
-        self._handles: list[Any] = []
         self._properties: Any = None
         self._nvrtc: list[Any] = []
         _let_malloc_keep_pages()
@@ -283,15 +287,24 @@ class CudnnBackend:
         if not blob.startswith(_PYTHON_PLAN):
             load_frontend().pygraph(device_property=self.properties()).deserialize(blob)
 
+    @staticmethod
+    def is_of_the_device(error: Exception) -> bool:
+        """Whether an error says nothing of the plan: out of memory, or a CUDA error, an earlier one too."""
+        return isinstance(error, MemoryError) or re.search(_DEVICE_TROUBLE, str(error), re.IGNORECASE) is not None
+
     def handle(self) -> Any:
-        """This thread's cuDNN handle of this device."""
-        handle = getattr(self._local, "handle", None)
-        if handle is None:
+        """This thread's cuDNN handle of this device; released when the thread ends."""
+        seat: _Seat | None = getattr(self._local, "seat", None)
+        if seat is None:
             cudnn = load_frontend()
             with self._on_device(), quietly():  # it allocates
-                handle = self._local.handle = cudnn.create_handle()
-            self._handles.append(handle)
-        return handle
+                seat = self._local.seat = _Seat(cudnn.create_handle())
+            finalize(seat, self.releases.add_handle, partial(self._destroy, seat.handle)).atexit = False
+        return seat.handle
+
+    def _destroy(self, handle: Any) -> None:
+        with self._on_device():
+            load_frontend().destroy_handle(handle)
 
     def properties(self) -> Any:
         """cuDNN's property object of the device."""
@@ -320,11 +333,16 @@ class CudnnBackend:
             yield
 
     def close(self) -> None:
-        """Destroys the handles made here."""
-        handles, self._handles = self._handles, []
+        """Frees what was released, and the handles made here."""
         self._local = threading.local()
-        for handle in handles:
-            load_frontend().destroy_handle(handle)
+        self.releases.drain()
+
+
+class _Seat:
+    """A thread's handle: this object goes when the thread ends."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
 
 
 def _let_malloc_keep_pages() -> None:
@@ -334,30 +352,6 @@ def _let_malloc_keep_pages() -> None:
     which is two fifths of the time that a norm's plan takes (docs/environment.md).
     """
     bytes(_LARGEST_TO_RAISE_IT)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Lets this thread allocate and free while another one captures in torch's default mode; both would fail otherwise."""
-    exchange = _exchange_capture_mode()
-    if exchange is None:
-        yield
-        return
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@lru_cache(maxsize=1)
-def _exchange_capture_mode() -> Any:
-    """The driver's cuThreadExchangeStreamCaptureMode, or None where there is no driver."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):
-        return None
 
 
 def _value(cudnn: Any, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """`PlanCache`: the path of a request.
 
-    graph -> signature -> key -> memory -> local SQLite -> usable here? -> load -> plan
+    graph -> signature -> key -> memory -> local SQLite -> sealed files -> usable here? -> load -> plan
                                    | nothing usable
                                    v
                         one builder per key (lock; look again)
@@ -15,51 +15,54 @@ import logging
 import os
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from plancache import __version__
+from plancache.capture import is_capturing, quietly
 from plancache.entry import Entry, unpack, usable
-from plancache.environment import FRONTENDS, Device, current_ordinal, result_changing_variables
+from plancache.environment import FRONTENDS, Device, load_frontend, result_changing_variables
 from plancache.errors import (
+    CaptureError,
     ClosedError,
     CorruptEntryError,
     GraphStateError,
     NotExecutableError,
-    PlancacheWarning,
     PlanNotFoundError,
     SettingsError,
     StoreError,
+    StruckError,
     UncacheableGraphError,
 )
+from plancache.events import Event, Reporter, log_to_stderr
 from plancache.key import Constraints, PlanKey, make_key
+from plancache.memory import LivePlans
 from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.singleflight import SingleFlight
 from plancache.statistics import Failure, Statistics, Warmed
-from plancache.store.database import Database
+from plancache.store.levels import STRIKES, Found, Levels
+from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
     from plancache.listing import Listed
-    from plancache.target import DeviceTarget
+    from plancache.store.database import Verdict
 
 _log = logging.getLogger("plancache.cache")
-logging.getLogger("plancache").addHandler(logging.NullHandler())  # else a warning is printed twice where logging is not set up
 
 
 class PlanCache:
     """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
 
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
-    are built, stored and inspected, not run. `constraints`: for graphs planned without any of their own. Other
-    settings, by name: see `Settings`. Use it as a context manager, or call `close`.
+    are built, stored and inspected, not run. `constraints`: for graphs planned without any of their own. `on_event`:
+    called with each `Event`, in the thread where it happens. Other settings, by name: see `Settings`. Use it as a
+    context manager, or call `close`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PlanCache:
         *,
         device: Device | None = None,
         constraints: Constraints | None = None,
+        on_event: Callable[[Event], object] | None = None,
         settings: Settings | None = None,
         **options: Any,
     ) -> None:
@@ -78,23 +82,25 @@ class PlanCache:
         if not isinstance(constraints, Constraints | None):
             raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
         self.settings = settings or Settings.load(directory=directory, **options)
+        if self.settings.log:
+            log_to_stderr(self.settings.log)
         self._closed = False
-        self._device = device
         self._constraints = constraints or Constraints()
-        self._database = Database(self.settings.database, lock_timeout_s=self.settings.lock_timeout_s)
-        self._stores = self.settings.mode != "off"
-        locks = self.settings.directory / "locks" if self.settings.mode == "readwrite" else None
-        self._flight = SingleFlight(locks, timeout_s=self.settings.lock_timeout_s, on_fault=lambda error: self._fault("lock", error))
-        self._targets: dict[int | None, DeviceTarget] = {}
-        self._loaded: dict[tuple[bytes, int | None], Loaded] = {}
-        self._hits: Counter[bytes] = Counter()
-        self._condemned: dict[bytes, bytes] = {}
-        self._unusable: set[bytes] = set()
+        self._report = Reporter(strict=self.settings.strict, on_event=on_event)
+        self._levels = Levels(self.settings, self._report.fault, self._report.warn)
+        self._flight: SingleFlight | None = None
+        self._targets = Targets(device, self._report.warn)
+        self._plans = LivePlans(self.settings.max_live_bytes)
         self._live: WeakSet[Loaded] = WeakSet()
+        self._hits: Counter[bytes] = Counter()
+        self._refusals: dict[bytes, tuple[bytes, str]] = {}
+        self._unusable: set[bytes] = set()
         self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
-        self._statistics = Statistics()
         self._guard = threading.RLock()
-        self._warned: set[str] = set()
+        self._process = os.getpid()
+        self._inherited: list[Any] = []
+        # for a cache that is dropped, and at exit
+        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
 
     # ---- the path of a request
 
@@ -119,7 +125,11 @@ class PlanCache:
         if not isinstance(constraints, Constraints | None):
             raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
         constraints = constraints or self._constraints
-        target, variables = self._target(), result_changing_variables()
+        if os.getpid() != self._process:
+            self._after_fork()
+        if self._closed:
+            raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
+        target, variables = self._targets.current(), result_changing_variables()
         try:
             self._check_environment(target, variables)
             reading = read(graph, target.device, self._seen)
@@ -143,112 +153,167 @@ class PlanCache:
         return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
 
     def _look_up(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
-        """What answers a key: memory, then the store; loaded for this thread."""
-        loaded = self._loaded.get((key.digest, target.device.ordinal))
+        """What answers a key: memory, then the stores in their order; loaded for this thread."""
+        loaded = self._plans.get((key.digest, target.device.ordinal))
         if loaded is not None:
             if not target.device.is_file:
-                loaded.executable()  # this thread may not have loaded it yet
-            self._statistics.memory_hits += 1
+                loaded.seat()  # this thread may not have loaded it yet
+            self._report.count(memory_hits=1)
             return loaded, "memory"
-        fetched = self._fetch(key, target)
-        if fetched is None:
+        if target.unknown:
             return None
-        entry, checksum = fetched
-        started = time.perf_counter()
-        try:
-            loaded = self._ready(entry, target)
-        except ClosedError:
-            raise
-        except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
-            self._condemned[key.digest] = checksum
-            self._fault("load", StoreError(f"stored plan {key.hex[:16]} does not load ({type(error).__name__}: {error}); building it anew"))
-            return None
-        with self._guard:
-            self._statistics.local_hits += 1
-            self._statistics.load_s += time.perf_counter() - started
-            self._statistics.saved_s += entry.build_s
-            self._hits[key.digest] += 1
-        return loaded, "local"
-
-    def _fetch(self, key: PlanKey, target: DeviceTarget) -> tuple[Entry, bytes] | None:
-        """A checked entry that may run here, and its checksum."""
-        if not self._stores or target.unknown:
-            return None
-        row = None
-        try:
-            row = self._database.get(key.digest)
-            if row is None or row.checksum == self._condemned.get(key.digest):
-                return None
-            entry = unpack(row, key)
-            reason = usable(entry, target.backend.here)
-            if reason is None:
-                return entry, row.checksum
-            _log.info("stored plan %s is not usable here: %s", key.hex[:16], reason)
-            self._unusable.add(key.digest)
-            return None
-        except CorruptEntryError as error:
-            self._fault("corrupt", error)
-        except StoreError as error:
-            self._fault("read", error)
-        if row is not None:
-            self._condemned[key.digest] = row.checksum
+        for found in self._levels.rows(key.digest):
+            entry = self._checked(found, key, target)
+            loaded = None if entry is None else self._load(found, entry, target)
+            if loaded is not None:
+                return loaded, found.level
         return None
 
-    def _ready(self, entry: Entry, target: DeviceTarget) -> Loaded:
+    def _checked(self, found: Found, key: PlanKey, target: DeviceTarget) -> Entry | None:
+        """The entry of a row, where it is whole and may run here."""
+        try:
+            entry = unpack(found.row, key)
+        except CorruptEntryError as error:
+            self._levels.ban(found)
+            self._levels.record("quarantined", key.digest, str(error), found.row.checksum)
+            self._report.tell("quarantine", key.digest, 0.0, str(error))
+            self._report.fault("corrupt", error)
+            return None
+        reason = usable(entry, target.backend.here)
+        if reason is None:
+            return entry
+        _log.info("%s plan %s is not usable here: %s", found.level, key.hex[:16], reason)
+        if found.level == "local":
+            self._unusable.add(key.digest)
+        return None
+
+    def _load(self, found: Found, entry: Entry, target: DeviceTarget) -> Loaded | None:
+        """A stored entry as a plan that this thread can run; None where cuDNN refuses it."""
+        started = time.perf_counter()
+        try:
+            loaded = self._ready(entry, target, found.row.checksum)
+        except (ClosedError, CaptureError):
+            raise
+        except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
+            self._refused(found, entry, error, target)
+            return None
+        seconds = time.perf_counter() - started
+        with self._guard:
+            self._hits[entry.key.digest] += 1
+        counter = {"local": "local_hits", "sealed": "sealed_hits"}[found.level]
+        self._report.count(**{counter: 1}, load_s=seconds, saved_s=entry.build_s)
+        self._report.tell("hit", entry.key.digest, seconds, found.level)
+        return loaded
+
+    def _refused(self, found: Found, entry: Entry, error: Exception, target: DeviceTarget) -> None:
+        said = f"{type(error).__name__}: {error}"
+        if target.backend.is_of_the_device(error):  # a good plan fails too
+            self._report.fault(
+                "load", StoreError(f"{found.level} plan {entry.key.hex[:16]} was not loaded, for no fault of its own ({said})")
+            )
+            return
+        self._levels.ban(found)
+        self._refusals[entry.key.digest] = found.row.checksum, f"load: {said}"
+        self._report.fault("load", StoreError(f"{found.level} plan {entry.key.hex[:16]} does not load ({said}); building it anew"))
+
+    def _ready(self, entry: Entry, target: DeviceTarget, checksum: bytes = b"") -> Loaded:
         """An entry as a plan that this thread can run, kept in memory."""
+        levels, key = self._levels, entry.key.digest
+
+        def load() -> Executable:
+            with levels.mark(key, "load", checksum):
+                return target.backend.load(entry)
+
         loaded = Loaded(
-            lambda: target.backend.load(entry),
+            load,
             device=target.device.ordinal,
             workspace_size=entry.workspace_size,
             entry=entry,
+            releases=target.backend.releases,
         )
         self._live.add(loaded)
         if not target.device.is_file:
-            loaded.executable()
+            loaded.seat()
         with self._guard:
             if self._closed:  # while this plan was built or loaded
                 loaded.close()
                 raise ClosedError("the cache was closed while this plan was made")
-            self._loaded[entry.key.digest, target.device.ordinal] = loaded
+            self._plans.add((key, target.device.ordinal), loaded)
+        target.backend.releases.drain()
         return loaded
 
     def _build(
         self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str], refresh: bool
     ) -> tuple[Loaded, str]:
-        with self._flight.building(key.digest):
+        with self._single_flight().building(key.digest):
             found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
             if found is not None:
                 return found
-            self._statistics.misses += 1
+            if is_capturing():
+                raise CaptureError("this plan is not ready, and the current stream is capturing; plan the graph before the capture")
+            known = self._levels.verdicts(key.digest)
+            if not refresh:
+                _refuse_known(known, key, target)
+            self._report.count(misses=1)
+            self._report.tell("miss", key.digest, 0.0, "nothing usable is stored")
             _check_outputs(reading.graph)
-            target.backend.check_copy(reading)
-            built = target.builder.build(reading.signature, constraints, variables)
-            entry = Entry.of(
-                built,
-                key=key,
-                quality="compiled" if target.device.is_file else "heuristic",
-                created_at=time.time(),
-                provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
-            )
+            entry = self._built(reading, key, target, constraints, variables)
             loaded = self._ready(entry, target)  # before it is stored: what does not load is not kept
-            with self._guard:
-                self._statistics.builds += 1
-                self._statistics.build_s += entry.build_s
+            self._report.count(builds=1, build_s=entry.build_s)
+            self._report.tell("build", key.digest, entry.build_s, entry.engine)
             _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
-            self._store(entry, target, refresh)
+            self._store(entry, target, refresh, known)
         return loaded, "built"
 
-    def _store(self, entry: Entry, target: DeviceTarget, refresh: bool) -> None:
+    def _built(self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str]) -> Entry:
+        here = not target.device.is_file
+        try:
+            with self._levels.mark(key.digest, "build") if here else nullcontext():  # a crash in the child is not ours
+                target.backend.check_copy(reading)
+                built = target.builder.build(reading.signature, constraints, variables)
+        except load_frontend().cudnnGraphNotSupportedError as error:
+            if not target.unknown and not target.backend.is_of_the_device(error):
+                self._levels.record("unsupported" if here else WITHOUT_GPU, key.digest, str(error))
+            raise
+        return Entry.of(
+            built,
+            key=key,
+            quality="heuristic" if here else "compiled",
+            created_at=time.time(),
+            provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
+        )
+
+    def _store(self, entry: Entry, target: DeviceTarget, refresh: bool, known: list[Verdict]) -> None:
+        digest = entry.key.digest
         if self.settings.mode != "readwrite" or target.unknown:
             return
         if "unknown" in entry.requirements.values():
-            self._warn("requirement", f"{entry.engine} is not stored: {dict(entry.requirements)} cannot be checked when it is loaded")
+            what = f"{entry.engine} is not stored: {dict(entry.requirements)} cannot be checked when it is loaded"
+            self._report.warn("requirement", what)
             return
-        replace_equal = refresh or entry.key.digest in self._unusable
+        refused = [verdict for verdict in known if verdict.kind == "quarantined" and verdict.reason.startswith("load:")]
+        if len(refused) >= STRIKES:
+            _log.warning(
+                "plan %s is not stored any more: %d of its blobs did not load (%s)", entry.key.hex[:16], len(refused), refused[-1].reason
+            )
+            return
         try:
-            self._database.put(entry, replace_equal=replace_equal, condemned=self._condemned.pop(entry.key.digest, None))
+            self._report.count(stored=self._levels.put(entry, replace_equal=refresh or digest in self._unusable))
         except StoreError as error:
-            self._fault("write", error)
+            self._report.fault("write", error)
+            return
+        if digest in self._refusals:  # the new one was loaded and stored: the old one's bytes were at fault
+            checksum, reason = self._refusals.pop(digest)
+            self._levels.record("quarantined", digest, reason, checksum)
+            self._report.tell("quarantine", digest, 0.0, reason)
+        self._levels.lift([verdict for verdict in known if verdict.kind in ("unsupported", WITHOUT_GPU, "struck")])
+
+    def _single_flight(self) -> SingleFlight:
+        with self._guard:
+            if self._flight is None:
+                folder, timeout_s = self._levels.lock_folder(), self.settings.lock_timeout_s
+                self._flight = SingleFlight(folder, timeout_s=timeout_s, on_fault=lambda error: self._report.fault("lock", error))
+            return self._flight
 
     # ---- what cannot be cached
 
@@ -258,12 +323,12 @@ class PlanCache:
             changed = ", ".join(sorted({name for name, _ in variables.items() ^ target.variables.items()}))
             why = f"{changed} changed since this process first planned"
             cure = "set result-changing variables before the first plan"
-            self._warn("variables", f"{why}, and cuDNN may not have noticed: nothing is cached; {cure}")
+            self._report.warn("variables", f"{why}, and cuDNN may not have noticed: nothing is cached; {cure}")
             raise Uncacheable(why)
         version = target.backend.libraries.frontend_version
         if not target.backend.libraries.frontend_tested:
             low, high = (".".join(map(str, bound)) for bound in FRONTENDS)
-            self._warn(
+            self._report.warn(
                 "frontend",
                 f"nvidia-cudnn-frontend {version} is outside the tested range (>={low}, <{high}): nothing is cached; "
                 f"install a tested one, or a plancache that knows this one",
@@ -272,19 +337,19 @@ class PlanCache:
 
     def _plan_uncached(self, graph: Any, reason: str, target: DeviceTarget, build: Build, constraints: Constraints) -> Plan | None:
         """Builds a graph as its caller made it, without the cache, under the constraints."""
-        with self._guard:
-            self._statistics.uncacheable[reason] += 1
-        _log.info("built without the cache: %s", reason)
+        self._report.uncacheable(reason)
         if build == "lookup":
             return None
         if build == "forbid":
             raise UncacheableGraphError(reason, "allow builds for this graph (build='allow')")
         if target.device.is_file:
             raise UncacheableGraphError(reason, "it can only be built on the GPU itself")
+        if is_capturing():
+            raise CaptureError(f"this graph cannot be cached ({reason}), and the current stream is capturing; plan it before the capture")
         executable, tensors, layouts, size = target.backend.build_unchanged(graph, constraints)
-        with self._guard:
-            self._statistics.builds += 1
-        loaded = Loaded(_in_this_thread(executable), device=target.device.ordinal, workspace_size=size, entry=None)
+        self._report.count(builds=1)
+        ready = _in_this_thread(executable)
+        loaded = Loaded(ready, device=target.device.ordinal, workspace_size=size, entry=None, releases=target.backend.releases)
         self._live.add(loaded)
         return Plan(loaded, tensors, layouts, graph, "built")
 
@@ -312,11 +377,11 @@ class PlanCache:
         from plancache.listing import Listed
 
         listed = []
-        for row in self._database.listing():
+        for row in self._levels.listing():
             try:
                 listed.append(Listed.of(*row[1:]))
             except CorruptEntryError as error:
-                self._fault("corrupt", error)
+                self._report.fault("corrupt", error)
         return listed
 
     def entry(self, digest: str | PlanKey) -> Entry:
@@ -324,8 +389,8 @@ class PlanCache:
         digest = digest.hex if isinstance(digest, PlanKey) else digest
         if not digest:
             raise LookupError("give at least one hex digit of a key; 'plancache ls' lists them")
-        keys = [row.key for row in self._database.listing() if row.key.hex().startswith(digest.lower())]
-        row = self._database.get(keys[0]) if len(keys) == 1 else None
+        keys = list(dict.fromkeys(row.key for row in self._levels.listing() if row.key.hex().startswith(digest.lower())))
+        row = next((found.row for found in self._levels.rows(keys[0])), None) if len(keys) == 1 else None
         if row is None:
             count = len(keys) or "no"
             raise LookupError(f"{count} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
@@ -333,68 +398,31 @@ class PlanCache:
 
     def statistics(self) -> Statistics:
         """Counts and seconds since this cache was opened."""
-        with self._guard:
-            now = self._statistics
-            return replace(now, uncacheable=Counter(now.uncacheable), faults=Counter(now.faults))
-
-    # ---- faults
-
-    def _fault(self, kind: str, error: StoreError) -> None:
-        with self._guard:
-            self._statistics.faults[kind] += 1
-        if self.settings.strict:
-            raise error
-        self._warn(kind, f"{error}; plans are right all the same, this one is built or kept in memory only")
-
-    def _warn(self, kind: str, message: str) -> None:
-        _log.warning(message)
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, PlancacheWarning, stacklevel=4)
+        return self._report.snapshot(live_plans=len(self._plans), live_bytes=self._plans.size_bytes)
 
     # ---- life
 
-    def _target(self) -> DeviceTarget:
-        """What plans for the device that was named, or is current."""
-        if self._closed:
-            raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
-        if self._device is not None:
-            return self._target_of(self._device)
-        ordinal = current_ordinal()
-        return self._targets.get(ordinal) or self._target_of(Device.current(ordinal))
-
-    def _target_of(self, device: Device) -> DeviceTarget:
-        target = self._targets.get(device.ordinal)
-        if target is None:
-            with self._guard:
-                target = self._targets.get(device.ordinal)
-                if target is None:
-                    from plancache.target import DeviceTarget
-
-                    target = self._targets[device.ordinal] = DeviceTarget(device)
-            if target.unknown:
-                self._warn("unknown", f"{target.unknown}: plans are kept in memory only, since what they depend on is not known")
-        return target
+    def _after_fork(self) -> None:
+        """In a child: what the parent loaded, opened and locked is left alone, and begun anew."""
+        self._process = os.getpid()
+        self._guard = threading.RLock()
+        self._report.after_fork()
+        self._levels.after_fork()
+        self._targets.after_fork()
+        self._inherited += [list(self._live), self._plans, self._flight]
+        self._live.clear()
+        self._hits.clear()
+        self._plans = LivePlans(self.settings.max_live_bytes)
+        self._flight = None
+        self._finalizer.detach()
+        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
 
     def close(self) -> None:
         """Writes use counts, drops plans and handles, ends child processes. Its plans can then no longer run."""
         with self._guard:
-            hits, self._hits = self._hits, Counter()
-            targets, self._targets = self._targets, {}
-            self._closed, self._loaded = True, {}
-        from plancache.backend import quietly
-
-        with quietly() if targets else nullcontext():  # a capture in another thread must not notice what is released
-            for plan in list(self._live):
-                plan.close()
-            for target in targets.values():
-                target.close()
-        if hits and self.settings.mode == "readwrite":
-            try:
-                self._database.count_uses(hits, time.time())
-            except StoreError as error:
-                _log.debug("use counts were not written: %s", error)
-        self._database.close()
+            self._closed = True
+            self._plans.clear()
+        self._finalizer()
 
     def __enter__(self) -> PlanCache:
         return self
@@ -404,6 +432,36 @@ class PlanCache:
 
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
+
+
+def _release(process: int, targets: Targets, live: WeakSet[Loaded], levels: Levels, hits: Counter[bytes], report: Reporter) -> None:
+    """Gives back what a cache holds, once: when it is closed or dropped, or at exit; never in a forked child."""
+    if os.getpid() != process:
+        return
+    with quietly():  # a capture in another thread must not notice what is released
+        for plan in list(live):
+            plan.close()
+        targets.close()
+    if hits:
+        try:
+            levels.count_uses(dict(hits))
+        except StoreError as error:
+            _log.debug("use counts were not written: %s", error)
+    levels.close()
+    if report.statistics.hits or report.statistics.misses:
+        _log.info("%s", report.statistics.summary())
+
+
+WITHOUT_GPU = "unsupported without a GPU"
+
+
+def _refuse_known(known: list[Verdict], key: PlanKey, target: DeviceTarget) -> None:
+    """Raises what is known to be the outcome of building this key."""
+    for verdict in known:
+        if verdict.kind == "unsupported" or (verdict.kind == WITHOUT_GPU and target.device.is_file):
+            raise load_frontend().cudnnGraphNotSupportedError(verdict.reason)
+        if verdict.kind == "struck" and not verdict.checksum and verdict.count >= STRIKES and not target.device.is_file:
+            raise StruckError(key.hex, f"{verdict.count} processes ended while they built it ({verdict.reason})")
 
 
 def _check_outputs(graph: Any) -> None:

@@ -47,6 +47,7 @@ class Compiler:
         self._device = device
         self._cudnn = cudnn
         self._child: _Child | None = None
+        self._inherited: list[_Child] = []
         self._closed = False
         self._guard = threading.Lock()
 
@@ -75,6 +76,9 @@ class Compiler:
         return _built_or_raise(said, blob)
 
     def _running(self, variables: dict[str, str]) -> _Child:
+        if self._child is not None and self._child.owner != os.getpid():
+            self._inherited.append(self._child)  # the parent's of a fork: its pipes are not to be used or closed here
+            self._child = None
         if self._child is not None and (self._child.process.poll() is not None or self._child.variables != variables):
             self._stop()
         if self._child is None:
@@ -93,6 +97,10 @@ class Compiler:
         if child is not None:
             child.stop(kill)
 
+    def after_fork(self) -> None:
+        """Makes the lock anew that another thread may have held when this process was forked."""
+        self._guard = threading.Lock()
+
     def close(self) -> None:
         """Ends the child, once it has answered."""
         with self._guard:
@@ -105,6 +113,7 @@ class _Child:
 
     def __init__(self, variables: dict[str, str]) -> None:
         self.variables = variables
+        self.owner = os.getpid()
         ambient = result_changing_variables()
         others = {name: value for name, value in os.environ.items() if name not in ambient}
         environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -131,6 +140,8 @@ class _Child:
 
     def stop(self, kill: bool) -> None:
         """Ends the process: at once where asked, else by closing its pipe, and by force where that does not do."""
+        if self.owner != os.getpid():
+            return
         if kill:
             self.process.kill()
         for pipe in self._pipes:

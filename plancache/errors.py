@@ -66,6 +66,24 @@ class ClosedError(PlancacheError, ValueError):
     """The cache was closed."""
 
 
+class CaptureError(PlancacheError, RuntimeError):
+    """A plan was asked for while the current stream is capturing, and is not ready: plan and run it once before."""
+
+
+class StruckError(PlancacheError, RuntimeError):
+    """Building this plan ended two processes (`digest` names the key), so it is not tried a third time."""
+
+    def __init__(self, digest: str, reason: str) -> None:
+        super().__init__(
+            f"building plan {digest[:16]} is not tried again: {reason}; to try once more: plancache rm --verdicts {digest[:16]}"
+        )
+        self.digest = digest
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.digest, self.reason)
+
+
 class DeviceError(PlancacheError, RuntimeError):
     """There is no GPU to plan for, or the one named does not exist."""
 
@@ -84,6 +102,23 @@ class CompilerError(PlancacheError, RuntimeError):
 
 class StoreError(PlancacheError, OSError):
     """The cache could not be read or written. Raised only in strict mode, else a warning and a miss."""
+
+
+class DamagedStoreError(StoreError):
+    """A database file is damaged, or no database."""
+
+
+class SealedError(StoreError):
+    """A sealed file cannot be used, or a database cannot be sealed or unsealed (`path` names it)."""
+
+    def __init__(self, path: object, reason: str, cure: str) -> None:
+        super().__init__(f"{path}: {reason}; {cure}")
+        self.path = str(path)
+        self.reason = reason
+        self.cure = cure
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.path, self.reason, self.cure)
 
 
 class CorruptEntryError(StoreError):

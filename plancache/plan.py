@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import finalize
 
+from plancache.capture import Releases, is_capturing
 from plancache.entry import Entry, Layout
-from plancache.errors import NotExecutableError, OperandError, WorkspaceError
+from plancache.errors import CaptureError, NotExecutableError, OperandError, WorkspaceError
 
 if TYPE_CHECKING:
     from plancache.operands import Operand, Slot
+
+_HOST_BYTES = 200_000  # of a live plan, as reported (pytorch#104701)
 
 
 class Executable(Protocol):
@@ -24,18 +29,41 @@ class Executable(Protocol):
     def runner(self, buffers: Sequence[Any], addresses: list[int], workspace: Any, workspace_address: int) -> Callable[[int], None]: ...
 
 
+class _Seat:
+    """A thread's executable of a plan: this object goes when the thread ends, or the plan."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        self.process = os.getpid()
+
+
 class Loaded:
     """A plan of one cache and device: its executable in each thread, its workspace on each stream."""
 
-    def __init__(self, load: Callable[[], Executable], *, device: int | None, workspace_size: int, entry: Entry | None) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Executable],
+        *,
+        device: int | None,
+        workspace_size: int,
+        entry: Entry | None,
+        releases: Releases,
+    ) -> None:
         self.load = load
         self.device = device
         self.workspace_size = workspace_size
         self.entry = entry
         self.closed = False
+        self._releases = releases
         self._local = threading.local()
         self._workspaces: dict[int, Any] = {}
         self._raw_stream: Callable[[int | None], int] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it is accounted for: host memory of its executable as reported for such plans, and workspaces."""
+        blob = len(self.entry.blob) if self.entry else 0
+        return max(_HOST_BYTES, 2 * blob) + len(self._workspaces) * self.workspace_size
 
     def stream(self) -> int:
         """torch's current CUDA stream on the plan's device as a handle, or the default stream (0) where torch is not in use."""
@@ -46,16 +74,25 @@ class Loaded:
             self._raw_stream = torch._C._cuda_getCurrentRawStream  # 40 times faster than a Stream object
         return self._raw_stream(self.device)
 
-    def executable(self) -> Executable:
+    def seat(self) -> _Seat:
         """This thread's executable, loaded at first use."""
-        found: Executable | None = getattr(self._local, "executable", None)
+        found: _Seat | None = getattr(self._local, "seat", None)
         if found is None or self.closed:
-            if self.closed:
-                raise NotExecutableError("the cache of this plan is closed; keep the PlanCache open while its plans run")
-            if self.device is None:
-                raise NotExecutableError("this plan was made for a device file and cannot run here; plan on the GPU itself to execute")
-            found = self._local.executable = self.load()
+            return self._load()
+        if found.process != os.getpid():
+            raise NotExecutableError("CUDA does not outlive a fork: start workers with 'spawn', or plan in the worker itself")
         return found
+
+    def _load(self) -> _Seat:
+        if self.closed:
+            raise NotExecutableError("this plan or its cache is closed; keep the PlanCache open while its plans run")
+        if self.device is None:
+            raise NotExecutableError("this plan was made for a device file and cannot run here; plan on the GPU itself to execute")
+        if is_capturing():
+            raise CaptureError("this thread has not loaded the plan, and its stream is capturing; run the plan once before the capture")
+        seat = self._local.seat = _Seat(self.load())
+        finalize(seat, self._releases.add_executable, seat.executable).atexit = False
+        return seat
 
     def workspace(self, stream: int) -> tuple[Any, int]:
         """A workspace of this plan on a stream and its address; it never shrinks and is not allocated during capture."""
@@ -68,7 +105,7 @@ class Loaded:
                 raise WorkspaceError(
                     f"this plan needs a workspace of {self.workspace_size} bytes; pass workspace= a device buffer of that size"
                 )
-            if torch.cuda.is_current_stream_capturing():
+            if is_capturing(stream):
                 raise WorkspaceError(
                     "the workspace cannot be allocated while a stream is capturing; "
                     "execute or bind once on that stream before the capture, or pass workspace="
@@ -77,6 +114,12 @@ class Loaded:
                 buffer = torch.empty(self.workspace_size, dtype=torch.uint8, device=f"cuda:{self.device}")
             self._workspaces[stream] = buffer
         return buffer, buffer.data_ptr()
+
+    def closed_twin(self) -> Loaded:
+        """What a plan that was closed by itself holds in place of this."""
+        twin = Loaded(self.load, device=self.device, workspace_size=self.workspace_size, entry=self.entry, releases=self._releases)
+        twin.closed = True
+        return twin
 
     def close(self) -> None:
         """Drops executables and workspaces."""
@@ -143,12 +186,12 @@ class Plan:
         `workspace_size` bytes; without one the plan keeps one per stream, from torch. Raises `OperandError`,
         `WorkspaceError`, `NotExecutableError`, before cuDNN is called.
         """
-        executable = self._loaded.executable()
+        seat = self._loaded.seat()
         buffers, addresses = self._check(operands)
         if stream is None:
             stream = self._loaded.stream()
         space, address = self._loaded.workspace(stream) if workspace is None else self._given(workspace)
-        executable.run(buffers, addresses, space, address, stream)
+        seat.executable.run(buffers, addresses, space, address, stream)
 
     def bind(self, operands: Mapping[Any, Any], workspace: Any = None) -> Callable[..., None]:
         """A function that runs the plan on these operands, checked once and kept alive: for hot loops.
@@ -156,19 +199,19 @@ class Plan:
         It takes `stream=` as `execute` does and belongs to the thread that bound it. Reading and writing the buffers'
         contents between calls is what it is for; resizing or freeing them is not.
         """
-        executable, loaded = self._loaded.executable(), self._loaded
+        seat, loaded = self._loaded.seat(), self._loaded
         buffers, addresses = self._check(operands)
         given = None if workspace is None else self._given(workspace)
-        thread, ident = threading.get_ident(), threading.get_ident
+        thread, ident, process = threading.get_ident(), threading.get_ident, os.getpid
         runners: dict[int, Callable[[int], None]] = {}
 
         def runner_on(stream: int) -> Callable[[int], None]:
             space, address = given or loaded.workspace(stream)
-            runners[stream] = executable.runner(buffers, addresses, space, address)
+            runners[stream] = seat.executable.runner(buffers, addresses, space, address)
             return runners[stream]
 
         def run(*, stream: int | None = None) -> None:
-            if ident() != thread or loaded.closed:
+            if ident() != thread or loaded.closed or process() != seat.process:
                 raise NotExecutableError("a bound plan runs in the thread that bound it, while its cache is open; bind it again here")
             if stream is None:
                 stream = loaded.stream()
@@ -256,6 +299,10 @@ class Plan:
         if address % ALIGNMENT_BYTES:
             raise WorkspaceError(f"workspace must be aligned to {ALIGNMENT_BYTES} bytes")
         return workspace, address
+
+    def close(self) -> None:
+        """Lets go of the plan: it can no longer run. The cache may keep it for others; plan the graph again to run it."""
+        self._loaded = self._loaded.closed_twin()
 
     def __repr__(self) -> str:
         entry = self.entry

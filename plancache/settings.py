@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,9 @@ Build = Literal["allow", "forbid", "lookup"]
 
 LOCK_TIMEOUT_S = 600.0
 """Default bound on waiting for another builder of the same key, in seconds: longer than any build seen."""
+
+MAX_BYTES = 2_000_000_000
+"""Default bound on the stored plans of a directory, in bytes: 100,000 plans of the usual size."""
 
 
 def _choice(*names: str) -> Callable[[str], str]:
@@ -50,12 +54,27 @@ def _directory(text: str) -> Path:
     return path
 
 
+def _bundles(text: str) -> tuple[Path, ...]:
+    return tuple(_directory(part) for part in text.split(os.pathsep) if part)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", text.strip())
+    if found is None:
+        raise ValueError("must be a number of bytes, such as 2000000000, 500MB or 2GB")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(unit or " "))
+
+
 VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "directory": ("PLANCACHE_DIR", _directory),
     "mode": ("PLANCACHE_MODE", _choice("readwrite", "readonly", "off")),
     "build": ("PLANCACHE_BUILD", _choice("allow", "forbid")),
     "strict": ("PLANCACHE_STRICT", _flag),
     "lock_timeout_s": ("PLANCACHE_LOCK_TIMEOUT_S", _seconds),
+    "bundles": ("PLANCACHE_BUNDLES", _bundles),
+    "max_bytes": ("PLANCACHE_MAX_BYTES", _bytes),
+    "log": ("PLANCACHE_LOG", _choice("debug", "info", "warning", "error")),
 }
 
 
@@ -73,7 +92,10 @@ class Settings:
     `directory`: holds the database and its locks. `mode`: `readwrite`, `readonly` (nothing is stored) or
     `off` (memory only). `build`: what a miss does, `allow` builds, `forbid` raises `PlanNotFoundError`.
     `strict`: cache faults raise `StoreError` in place of one warning and a miss. `lock_timeout_s`: seconds to
-    wait for another builder of the same key before one more build goes on.
+    wait for another builder of the same key before one more build goes on. `bundles`: sealed files, looked up in
+    this order behind the directory. `max_bytes`: of stored plans; beyond it those go that save the least build seconds
+    per byte. `max_live_bytes`: of loaded plans in memory; the least recently used beyond it are let go of. `log`:
+    from which level on plancache's log goes to stderr; by default the program's own logging decides.
     """
 
     directory: Path = field(default_factory=default_directory)
@@ -81,6 +103,10 @@ class Settings:
     build: Build = "allow"
     strict: bool = False
     lock_timeout_s: float = LOCK_TIMEOUT_S
+    bundles: tuple[Path, ...] = ()
+    max_bytes: int = MAX_BYTES
+    max_live_bytes: int = 1_000_000_000
+    log: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value came from: a variable's name, `argument` or `default`."""
 
@@ -92,6 +118,14 @@ class Settings:
         for name, choices in (("mode", ("readwrite", "readonly", "off")), ("build", ("allow", "forbid")), ("strict", (True, False))):
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(self, name)!r}")
+        if isinstance(self.bundles, str | os.PathLike):
+            raise SettingsError(f"bundles must be a list of sealed files, not {self.bundles!r}")
+        object.__setattr__(self, "bundles", tuple(Path(bundle) for bundle in self.bundles))
+        for name in ("max_bytes", "max_live_bytes"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise SettingsError(f"{name} must be a whole number of bytes, not {getattr(self, name)!r}")
+        if self.log not in (None, "debug", "info", "warning", "error"):
+            raise SettingsError(f"log must be debug, info, warning or error, not {self.log!r}")
         seconds = self.lock_timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= threading.TIMEOUT_MAX:
             raise SettingsError(f"lock_timeout_s must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, not {seconds!r}")

@@ -11,17 +11,37 @@ from plancache.plan import Plan
 
 @dataclass
 class Statistics:
-    """What a cache did since it was opened. `uncacheable` counts graphs by reason, `faults` cache faults by kind."""
+    """What a cache did since it was opened. `uncacheable` counts graphs by reason, `faults` cache faults by kind.
+
+    `stored` counts builds that a later process will find. `live_plans` and `live_bytes` are those in memory now; bytes as they are accounted for, workspaces included.
+    """
 
     memory_hits: int = 0
     local_hits: int = 0
+    sealed_hits: int = 0
     misses: int = 0
     builds: int = 0
+    stored: int = 0
     build_s: float = 0.0
     load_s: float = 0.0
     saved_s: float = 0.0
+    live_plans: int = 0
+    live_bytes: int = 0
     uncacheable: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def hits(self) -> int:
+        """Plans that needed no build."""
+        return self.memory_hits + self.local_hits + self.sealed_hits
+
+    def summary(self) -> str:
+        """One line."""
+        text = f"{self.hits} hits ({self.local_hits} stored, {self.sealed_hits} sealed), {self.builds} builds in {self.build_s:.1f} s"
+        text += f", {self.saved_s:.1f} s saved"
+        for name, counted in (("uncacheable", self.uncacheable), ("faults", self.faults)):
+            text += f", {sum(counted.values())} {name}" if counted else ""
+        return text
 
 
 class Failure(NamedTuple):

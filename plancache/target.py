@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from plancache.backend import CudnnBackend
-from plancache.environment import Device, variables_of_this_process
+from plancache.environment import Device, current_ordinal, variables_of_this_process
 from plancache.key import Place
 
 if TYPE_CHECKING:
+    from plancache.backend import CudnnBackend
     from plancache.compiler import Compiler
 
 
@@ -16,6 +18,8 @@ class DeviceTarget:
     """Backend, builder and the parts of keys that stay the same for one device in one process."""
 
     def __init__(self, device: Device) -> None:
+        from plancache.backend import CudnnBackend  # not before something is planned
+
         self.device = device
         self.backend = CudnnBackend(device)
         self.place = Place.of(device, self.backend.libraries)
@@ -30,3 +34,45 @@ class DeviceTarget:
     def close(self) -> None:
         self.builder.close()
         self.backend.close()
+
+
+class Targets:
+    """The devices that one cache plans for: the one that was named, or whichever is current."""
+
+    def __init__(self, device: Device | None, warn: Callable[[str, str], None]) -> None:
+        self._device = device
+        self._warn = warn
+        self._targets: dict[int | None, DeviceTarget] = {}
+        self._inherited: list[DeviceTarget] = []
+        self._guard = threading.Lock()
+
+    def current(self) -> DeviceTarget:
+        """What plans for the device that was named, or is current in this thread. Raises `DeviceError`, `LibraryError`."""
+        if self._device is not None:
+            return self._of(self._device)
+        ordinal = current_ordinal()
+        return self._targets.get(ordinal) or self._of(Device.current(ordinal))
+
+    def _of(self, device: Device) -> DeviceTarget:
+        target = self._targets.get(device.ordinal)
+        if target is None:
+            with self._guard:
+                target = self._targets.get(device.ordinal)
+                if target is None:
+                    target = self._targets[device.ordinal] = DeviceTarget(device)
+            if target.unknown:
+                self._warn("unknown", f"{target.unknown}: plans are kept in memory only, since what they depend on is not known")
+        return target
+
+    def after_fork(self) -> None:
+        """Leaves the parent's handles and child processes alone, and begins anew."""
+        self._guard = threading.Lock()
+        self._inherited += self._targets.values()
+        self._targets.clear()
+
+    def close(self) -> None:
+        """Destroys handles and ends child processes."""
+        with self._guard:
+            targets, self._targets = list(self._targets.values()), {}
+        for target in targets:
+            target.close()

@@ -11,6 +11,8 @@ import pytest
 from samples import make_entry, matmul
 
 from plancache import Constraints, Device, PlanCache, graphs
+from plancache.backend import CudnnBackend
+from plancache.capture import Releases
 from plancache.entry import Entry, Row, pack
 from plancache.errors import (
     ClosedError,
@@ -238,21 +240,30 @@ def test_a_better_entry_for_elsewhere_is_left_alone(cache, device):
     assert [listed.facts["quality"] for listed in cache.entries()] == ["tuned"]
 
 
-@pytest.mark.parametrize("obstacle", ["file", "garbage"])
-def test_a_place_that_cannot_hold_a_cache_still_gives_plans(tmp_path, device, obstacle):
-    """A directory that is a file, or a database of garbage: a warning, and right plans kept in memory."""
+def test_a_directory_that_is_a_file_still_gives_plans(tmp_path, device):
+    """A warning, and right plans kept in memory."""
     directory = tmp_path / "cache"
-    if obstacle == "file":
-        directory.write_text("in the way")
-    else:
-        directory.mkdir()
-        (directory / "plans-1.sqlite3").write_bytes(b"garbage" * 1000)
+    directory.write_text("in the way")
     with PlanCache(directory, device=device) as cache:
-        with pytest.warns(PlancacheWarning):
+        with pytest.warns(PlancacheWarning, match="not a directory"):
             assert cache.plan(convolution()).origin == "built"
         assert cache.plan(convolution()).origin == "memory"
     with PlanCache(directory, device=device, strict=True) as cache, pytest.raises(StoreError):
         cache.plan(convolution())
+    assert directory.read_text() == "in the way"
+
+
+def test_a_database_of_garbage_is_moved_aside_and_a_new_one_begun(cache_dir, device):
+    """One warning that says what was lost and where it is; the plan is stored, and the next process hits."""
+    file = cache_dir / "plans-1.sqlite3"
+    file.write_bytes(b"garbage" * 1000)
+    with PlanCache(cache_dir, device=device) as cache:
+        with pytest.warns(PlancacheWarning, match=r"7,000 bytes of stored plans were moved to .*plans-1\.sqlite3\.damaged") as caught:
+            assert cache.plan(convolution()).origin == "built"
+        assert len(caught) == 1
+    assert file.with_name("plans-1.sqlite3.damaged").read_bytes() == b"garbage" * 1000
+    with PlanCache(cache_dir, device=device, strict=True) as cache:
+        assert cache.plan(convolution()).origin == "local"
 
 
 def test_mode_off_stores_nothing_and_readonly_only_reads(cache_dir, device):
@@ -312,6 +323,9 @@ class _Refusing:
 
     def close(self) -> None: ...
 
+    releases = Releases()
+    is_of_the_device = staticmethod(CudnnBackend.is_of_the_device)
+
 
 def test_a_stored_plan_that_does_not_load_is_built_anew_and_replaced(cache_dir, device, backend):
     """What cuDNN refuses to load is a warning and a build, whose entry takes the old one's place."""
@@ -319,7 +333,7 @@ def test_a_stored_plan_that_does_not_load_is_built_anew_and_replaced(cache_dir, 
 
     def opened(**options: Any) -> PlanCache:
         cache = PlanCache(cache_dir, device=gpu, **options)
-        target = cache._target_of(gpu)
+        target = cache._targets._of(gpu)
         target.backend = target.builder = _Refusing(gpu, backend)
         return cache
 
@@ -395,7 +409,7 @@ def test_variables_that_change_after_the_first_plan_switch_the_cache_off(cache_d
     """Builds in this process are made under the variables that cuDNN may have read once: later ones are not believed."""
     gpu = Device(device.properties, None, 0)
     with PlanCache(cache_dir, device=gpu) as cache:
-        target = cache._target_of(gpu)
+        target = cache._targets._of(gpu)
         target.backend = target.builder = _Refusing(gpu, backend)
         assert cache.plan(matmul()).origin == "built"
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -403,7 +417,7 @@ def test_variables_that_change_after_the_first_plan_switch_the_cache_off(cache_d
             assert cache.plan(matmul(), build="lookup") is None
         assert len(cache.entries()) == 1
     with PlanCache(cache_dir, device=gpu) as cache:  # nor does a new cache in this process believe them
-        target = cache._target_of(gpu)
+        target = cache._targets._of(gpu)
         target.backend = target.builder = _Refusing(gpu, backend)
         with pytest.warns(PlancacheWarning, match="NVIDIA_TF32_OVERRIDE changed"):
             assert cache.plan(matmul(), build="lookup") is None
@@ -419,8 +433,8 @@ def test_closing_while_other_threads_read_is_no_crash(cache_dir, device):
         def read(cache: PlanCache = cache, failures: list = failures) -> None:
             try:
                 for _ in range(200):
-                    list(cache._database.listing())
-                    cache._database.get(bytes(32))
+                    list(cache._levels.local.listing())
+                    cache._levels.local.get(bytes(32))
             except StoreError:
                 pass  # closed meanwhile
             except BaseException as error:
@@ -432,7 +446,7 @@ def test_closing_while_other_threads_read_is_no_crash(cache_dir, device):
         cache.close()
         for thread in threads:
             thread.join()
-        cache._database.close()
+        cache._levels.local.close()
         assert not failures
 
 
@@ -441,7 +455,7 @@ def test_a_plan_that_is_made_while_the_cache_closes_is_not_handed_out(cache_dir,
     gpu = Device(device.properties, None, 0)
     for stored in (False, True):
         cache = PlanCache(cache_dir, device=gpu, strict=True)
-        target = cache._target_of(gpu)
+        target = cache._targets._of(gpu)
         target.backend = target.builder = slow = _Refusing(gpu, backend)
         slow.refuses = False
         slow.load = lambda *_, cache=cache: cache.close()
@@ -450,6 +464,6 @@ def test_a_plan_that_is_made_while_the_cache_closes_is_not_handed_out(cache_dir,
         assert [loaded.closed for loaded in cache._live] in ([], [True])
         if not stored:
             with PlanCache(cache_dir, device=gpu, strict=True) as other:
-                target = other._target_of(gpu)
+                target = other._targets._of(gpu)
                 target.backend = target.builder = _Refusing(gpu, backend)
                 assert other.plan(matmul()).origin == "built"

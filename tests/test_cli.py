@@ -21,11 +21,11 @@ from plancache import Device
 from plancache.cli import COMMANDS, main, tables
 from plancache.cli.libraries import search
 from plancache.cli.machine import driver_library
-from plancache.cli.place import network_file_system
 from plancache.cli.warm import first_line
 from plancache.environment import version_text
 from plancache.errors import DeviceError
 from plancache.settings import Settings
+from plancache.store.connection import HEAD
 
 MODULE = """
 import cudnn
@@ -436,7 +436,7 @@ def test_doctor_without_a_problem_shows_its_sections_and_exits_with_0(healthy: R
 
 def test_doctor_json_has_the_same_facts(healthy: Run, cache: Path) -> None:
     code, shown, _ = doctor(healthy, "--cache-dir", str(cache))
-    assert code == 0 and shown["store"]["entries"] == 2 and shown["store"]["revision"] == "0001_entries"
+    assert code == 0 and shown["store"]["entries"] == 2 and shown["store"]["revision"] == HEAD
     assert shown["libraries"]["libcudnn"].keys() == {"path", "build_id"}  # type: ignore[attr-defined]
     assert shown["versions"]["cudnn"] >= 90000  # type: ignore[operator]
 
@@ -538,28 +538,6 @@ def test_doctor_finds_that_nothing_can_be_built_without_a_compiler(healthy: Run,
     monkeypatch.delenv("CC", raising=False)
     code, shown, problems = doctor(healthy)
     assert code == 1 and shown["building_without_a_gpu"]["possible"] is False and "apt-get install gcc" in problems[0]
-
-
-MOUNTS = """\
-server:/home /home nfs4 rw 0 0
-/dev/sda1 / ext4 rw 0 0
-tmpfs /home/me/local tmpfs rw 0 0
-scratch@tcp:/x /big\\040scratch lustre rw 0 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("directory", "kind"),
-    [
-        ("/var/cache", None),
-        ("/home/me/.cache/plancache", "nfs4"),
-        ("/home/me/local/plancache", None),
-        ("/homes/me", None),
-        ("/big scratch/plancache", "lustre"),
-    ],
-)
-def test_a_network_file_system_is_told_by_the_mount_that_holds_the_directory(directory: str, kind: str | None) -> None:
-    assert network_file_system(Path(directory), MOUNTS) == kind
 
 
 # ---- doctor: the device

@@ -19,10 +19,11 @@ import pytest
 from samples import make_entry, state
 
 from plancache.entry import QUALITIES, Entry, pack, unpack
-from plancache.errors import StoreError
+from plancache.errors import DamagedStoreError, StoreError
 from plancache.key import COMPONENTS, PlanKey
 from plancache.store import database as module
-from plancache.store.database import COUNT_USE, HEAD, SELECT_ENTRY, SELECT_LISTING, SELECT_REVISION, Database
+from plancache.store.connection import HEAD, SELECT_REVISION
+from plancache.store.database import COUNT_USE, SELECT_ENTRY, SELECT_LISTING, SELECT_VERDICTS, SELECT_VERDICTS_OF, Database, Verdict
 
 KEY = make_entry().key.digest
 
@@ -78,6 +79,8 @@ def test_the_statements_are_those_that_the_tables_declare() -> None:
     assert compiled(schema.select_entry()) == SELECT_ENTRY
     assert compiled(schema.select_listing(), literal_binds=True) == SELECT_LISTING
     assert compiled(schema.count_use()) == COUNT_USE
+    assert compiled(schema.select_verdicts()) == SELECT_VERDICTS
+    assert compiled(schema.select_verdicts_of()) == SELECT_VERDICTS_OF
     assert compiled(select(context._version.c.version_num)).replace("alembic_version.", "") == SELECT_REVISION
 
 
@@ -338,24 +341,170 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("journal", ["wal", "delete"])
-def test_a_file_of_a_later_version_is_left_as_it_is(path: Path, journal: str) -> None:
-    """An unknown revision is a StoreError for a writer and a miss for a reader; not a byte of the file changes."""
+def later(path: Path, *, min_reader: int | None) -> None:
+    """Makes a file such as a later version would: another column and table, and the version that can still read it."""
     database = Database(path, lock_timeout_s=5)
     database.put(make_entry())
     database.close()
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("UPDATE alembic_version SET version_num = '9999_later'")
-    connection.execute(f"PRAGMA journal_mode = {journal}")
+    connection.execute("ALTER TABLE entries ADD COLUMN colour TEXT NOT NULL DEFAULT 'blue'")
+    connection.execute("CREATE TABLE later (id INTEGER PRIMARY KEY)")
+    if min_reader is None:
+        connection.execute("DROP TABLE compatibility")
+    else:
+        connection.execute("UPDATE compatibility SET min_reader = ?", (min_reader,))
     connection.close()
+
+
+@pytest.mark.parametrize("min_reader", [3, 9999, None])
+def test_a_file_that_a_later_version_made_for_later_ones_is_left_as_it_is(path: Path, min_reader: int | None) -> None:
+    """It is a StoreError that names both cures, for readers and writers; not a byte of the file changes."""
+    later(path, min_reader=min_reader)
     before = digest(path)
     database = Database(path, lock_timeout_s=5)
-    assert database.get(KEY) is None
-    assert list(database.listing()) == []
-    with pytest.raises(StoreError, match="9999_later"):
-        database.put(make_entry(quality="tuned"))
+    for use in (lambda: database.get(KEY), lambda: database.listing(), lambda: database.put(make_entry(quality="tuned"))):
+        with pytest.raises(StoreError, match=r"9999_later.*install that version, or name another directory"):
+            use()
     database.close()
     assert digest(path) == before
+
+
+@pytest.mark.parametrize("min_reader", [1, 2])
+def test_a_file_of_a_later_version_that_only_added_is_shared(path: Path, min_reader: int) -> None:
+    """This version reads and writes it, and does not touch its revision."""
+    later(path, min_reader=min_reader)
+    database = Database(path, lock_timeout_s=5)
+    assert stored(database) == state(make_entry())
+    assert database.put(make_entry(quality="tuned"))
+    assert database.upgrade() == "9999_later"
+    database.count_uses({KEY: 2}, 5.0)
+    assert next(database.listing()).hits == 2
+    database.close()
+    assert ask(path, "SELECT version_num FROM alembic_version") == "9999_later"
+    assert ask(path, "SELECT colour FROM entries") == "blue"
+
+
+PAST = sorted((Path(__file__).parent / "databases").glob("*.sqlite3"))
+
+
+def test_a_file_is_kept_of_every_past_revision() -> None:
+    """Each migration but the last one has a file that its version wrote."""
+    versions = find_spec("plancache.migrations.versions")
+    assert versions is not None
+    assert versions.submodule_search_locations
+    revisions = sorted(file.stem for file in Path(versions.submodule_search_locations[0]).glob("[0-9]*.py"))
+    assert [file.stem for file in PAST] == revisions[:-1]
+
+
+@pytest.mark.parametrize("past", PAST, ids=lambda file: file.stem)
+def test_a_file_of_the_past_is_read_as_it_is_and_upgraded_by_the_first_write(path: Path, past: Path) -> None:
+    """Entries and counts survive; a reader that was open meanwhile goes on."""
+    path.write_bytes(past.read_bytes())
+    reader, writer = Database(path, lock_timeout_s=5), Database(path, lock_timeout_s=5)
+    (old,) = reader.listing()
+    row = reader.get(old.key)
+    assert row is not None
+    entry = unpack(row)
+    assert reader.verdicts() == []
+    assert reader.revision() == past.stem
+    assert writer.put(make_entry())
+    assert writer.revision() == HEAD
+    assert reader.get(old.key) == row
+    assert reader.get(KEY) == pack(make_entry())
+    assert {listed.key: listed.hits for listed in writer.listing()} == {entry.key.digest: old.hits, KEY: 0}
+    reader.close()
+    writer.close()
+
+
+def test_eight_processes_upgrade_one_file_of_the_past(path: Path) -> None:
+    """One migrates under the lock; all write, and nothing is lost."""
+    path.write_bytes(PAST[0].read_bytes())
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from samples import make_entry
+from plancache.key import COMPONENTS, PlanKey
+from plancache.store.database import Database
+database = Database(Path({str(path)!r}), lock_timeout_s=60)
+assert database.put(make_entry(key=PlanKey((sys.argv[1].encode(), *[b""] * (len(COMPONENTS) - 1)))))
+"""
+    workers = [subprocess.Popen([sys.executable, "-c", script, str(number)]) for number in range(8)]
+    assert [worker.wait() for worker in workers] == [0] * 8
+    assert ask(path, "SELECT count(*) FROM entries") == 9
+    assert ask(path, "SELECT version_num FROM alembic_version") == HEAD
+
+
+# ---- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_are_counted_and_lifted(database: Database) -> None:
+    """A second one of the same kind, key and checksum counts; others stand apart; lifting takes those named."""
+    assert database.verdicts() == []
+    strike = Verdict("struck", KEY, b"", "build: died", 1, 5.0)
+    other = Verdict("unsupported", b"k", b"", "no plan", 1, 6.0)
+    for verdict in (strike, other, strike._replace(reason="load: died", created_at=7.0)):
+        database.record(verdict)
+    assert database.verdicts() == [other, strike._replace(reason="load: died", count=2, created_at=7.0)]
+    assert database.verdicts(b"k") == [other]
+    assert database.lift([other]) == 1
+    assert [verdict.kind for verdict in database.verdicts()] == ["struck"]
+
+
+# ---- faults of the file ---------------------------------------------------------------------------------------------
+
+
+def test_a_foreign_database_is_refused(database: Database, path: Path) -> None:
+    """Another program's tables are neither read nor added to."""
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE notes (id INTEGER PRIMARY KEY)")
+    connection.close()
+    before = digest(path)
+    for use in (lambda: database.get(KEY), lambda: database.put(make_entry())):
+        with pytest.raises(StoreError, match=r"another program.*move the file away"):
+            use()
+    assert digest(path) == before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER extra AFTER UPDATE ON entries BEGIN SELECT 1; END",
+        "CREATE VIEW extra AS SELECT * FROM entries",
+        "CREATE VIRTUAL TABLE extra USING fts5(text)",
+    ],
+)
+def test_a_file_with_code_in_its_schema_is_refused(database: Database, path: Path, statement: str) -> None:
+    """Views, triggers and virtual tables are never plancache's."""
+    database.put(make_entry())
+    database.close()
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.close()
+    with pytest.raises(StoreError, match=r"extra.*plancache never makes"):
+        database.get(KEY)
+
+
+def test_a_damaged_file_is_moved_aside_and_one_is_kept(database: Database, path: Path) -> None:
+    """Its WAL goes with it; a new file takes its place; readers of the old one find the new one by themselves."""
+    other = Database(path, lock_timeout_s=5)
+    for content in (b"first", b"second"):
+        path.write_bytes(content * 1000)
+        with pytest.raises(DamagedStoreError):
+            database.get(KEY)
+        aside = database.move_aside()
+        assert aside == (path.with_name("plans.sqlite3.damaged"), len(content) * 1000)
+        assert aside[0].read_bytes() == content * 1000
+        assert not path.exists()
+    database.put(make_entry())
+    assert other.get(KEY) == pack(make_entry())
+    assert other.get(b"unknown") is None
+    assert database.move_aside() is not None
+    database.put(make_entry(quality="tuned"))
+    assert other.get(b"unknown") is None  # a miss looks whether the file is still the one at the path
+    assert other.get(KEY) == pack(make_entry(quality="tuned"))
+    other.close()
 
 
 def test_a_file_that_is_no_database_is_left_as_it_is(database: Database, path: Path) -> None:
@@ -417,12 +566,18 @@ def test_a_locked_file_is_a_store_error(database: Database, path: Path, monkeypa
     other.close()
 
 
-def test_a_put_that_fails_leaves_what_was_there(database: Database, path: Path) -> None:
+def test_a_put_that_fails_leaves_what_was_there(database: Database, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error within the transaction takes all of it back."""
     database.put(make_entry(quality="compiled"))
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("CREATE TRIGGER refuse AFTER UPDATE ON entries BEGIN SELECT RAISE(ABORT, 'no'); END")
-    connection.close()
-    with pytest.raises(StoreError, match="no"):
-        database.put(make_entry(quality="tuned"))
+    pages = ask(path, "PRAGMA page_count")
+    connect = database._connect
+
+    def full(options: str = "mode=rw") -> sqlite3.Connection:
+        connection = connect(options)
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    monkeypatch.setattr(database, "_connect", full)
+    with pytest.raises(StoreError, match="full"):
+        database.put(make_entry(quality="tuned", blob=os.urandom(100_000)))
     assert stored(database) == state(make_entry(quality="compiled"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from plancache.capture import Releases
 from plancache.entry import Layout
 from plancache.errors import NotExecutableError, OperandError
 from plancache.plan import Loaded, Plan
@@ -41,7 +42,7 @@ class Case:
         layouts = [Layout((2, 3, 8), (24, 8, 1), "FLOAT"), Layout((1, 1, 1), (1, 1, 1), "FLOAT"), Layout((2, 3, 8), (24, 8, 1), "FLOAT")]
         self.graph = graph
         self.noting = Noting()
-        self.loaded = Loaded(lambda: self.noting, device=HOST, workspace_size=0, entry=None)
+        self.loaded = Loaded(lambda: self.noting, device=HOST, workspace_size=0, entry=None, releases=Releases())
         self.plan = Plan(self.loaded, [self.x, self.scale, self.y], layouts, graph, "built")
         self.buffers = {"x": torch.zeros(2, 3, 8), "scale": torch.ones(1, 1, 1), "y": torch.zeros(2, 3, 8)}
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-import pwd
-import re
 import stat
-from pathlib import Path
 
 from plancache.cli.command import source_of
 from plancache.cli.report import Report
 from plancache.cli.tables import size
 from plancache.environment import result_changing_variables
-from plancache.errors import StoreError
+from plancache.errors import DamagedStoreError, StoreError
 from plancache.settings import VARIABLES as SETTINGS
 from plancache.settings import Settings
-
-_NETWORK = re.compile(
-    r"(fuse\.)?(nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|glusterfs|beegfs|sshfs|afs|9p|pvfs2|orangefs|weka\w*|panfs|juicefs)"
-)
+from plancache.store.place import NAME_ANOTHER, Standing, distrust, examine, user_name
 
 
 def look_at_store(report: Report, settings: Settings) -> None:
@@ -28,88 +22,57 @@ def look_at_store(report: Report, settings: Settings) -> None:
     report.fact("directory", str(directory), f"{directory} ({source_of(settings, 'directory')})")
     if settings.mode != "readwrite":
         report.fact("mode", settings.mode, f"{settings.mode} ({source_of(settings, 'mode')}): nothing is stored")
-    if directory.is_dir():
-        _look_at_directory(report, settings)
+    standing = examine(directory)
+    _look_at_standing(report, settings, standing)
+    if standing.exists and standing.problem is None:
         _look_at_database(report, settings)
-    elif directory.exists():
-        report.problem(f"{directory} is not a directory; remove it, or name another directory ({_NAME_ONE})")
-    else:
-        _look_at_parent(report, settings)
-    kind = network_file_system(directory, Path("/proc/mounts").read_text())
-    report.fact("network_file_system", kind, kind or "no")
-    if kind:
+    mount = standing.mount
+    report.fact("network_file_system", mount and mount.kind, f"{mount.kind}, mounted at {mount.point}" if mount else "no")
+    if mount:
         report.warning(
-            f"{directory} is on a network file system ({kind}), where SQLite is slow and its locks are not to be trusted; "
-            f"name a local directory ({_NAME_ONE})"
+            f"{directory} is on a network file system ({mount.kind}), where SQLite is slow and its locks are not to be trusted; "
+            f"{NAME_ANOTHER}, on a local disk"
         )
 
 
-_NAME_ONE = "PLANCACHE_DIR or --cache-dir"
-
-
-def _look_at_directory(report: Report, settings: Settings) -> None:
-    directory, status = settings.directory, settings.directory.stat()
-    owner, mode = _user(status.st_uid), stat.S_IMODE(status.st_mode)
-    report.fact("owner", owner)
-    report.fact("permissions", f"{mode:04o}", f"{mode:04o} ({stat.filemode(status.st_mode)})")
-    if status.st_uid != os.geteuid():
-        report.problem(f"{directory} belongs to {owner}, not to {_user(os.geteuid())}; name a directory of your own ({_NAME_ONE})")
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        report.problem(f"others may write in {directory}, and a plan is code that runs on your GPU; chmod go-w {directory}")
-    _look_at_access(report, settings, directory)
-
-
-def _look_at_parent(report: Report, settings: Settings) -> None:
-    report.fact("exists", False, "not yet: the first plan that is kept makes it")
-    parent = next(parent for parent in settings.directory.parents if parent.exists())
-    _look_at_access(report, settings, parent)
-
-
-def _look_at_access(report: Report, settings: Settings, folder: Path) -> None:
-    writable = os.access(folder, os.W_OK | os.X_OK)
-    report.fact("writable", writable, "yes" if writable else "no")
-    if not writable and settings.mode == "readwrite":
-        report.problem(f"{folder} is not writable, so nothing can be stored; name another directory ({_NAME_ONE}), or chmod u+w {folder}")
+def _look_at_standing(report: Report, settings: Settings, standing: Standing) -> None:
+    if standing.exists:
+        status = settings.directory.stat()
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        report.fact("owner", user_name(status.st_uid))
+        report.fact("permissions", mode, f"{mode} ({stat.filemode(status.st_mode)})")
+    elif standing.problem is None:
+        report.fact("exists", False, "not yet: the first plan that is kept makes it")
+    report.fact("writable", standing.unwritable is None, "no" if standing.unwritable else "yes")
+    if standing.problem is not None:
+        report.problem(standing.problem)
+    elif standing.unwritable is not None and settings.mode == "readwrite":
+        report.problem(standing.unwritable)
 
 
 def _look_at_database(report: Report, settings: Settings) -> None:
-    from plancache.store.database import HEAD, Database
+    from plancache.store.database import Database
+    from plancache.store.sealed import is_sealed
 
-    database = Database(settings.database, lock_timeout_s=settings.lock_timeout_s)
+    file = settings.database
+    bytes_used = sum(file.stat().st_size for file in settings.directory.glob(f"{file.name}*"))
+    report.fact("database", str(file) if bytes_used else None, file.name if bytes_used else "none yet")
+    report.fact("bytes", bytes_used, size(bytes_used))
+    database = Database(file, lock_timeout_s=settings.lock_timeout_s)
     try:
-        revision, entries = database.revision(), sum(1 for _ in database.listing())
+        problem = distrust(file, sealed=is_sealed(file)) if file.exists() else None
+        if problem is not None:
+            report.problem(problem)
+            return
+        revision = database.revision()
+        report.fact("revision", revision, revision or "none")
+        report.fact("entries", sum(1 for _ in database.listing()))
+    except DamagedStoreError as error:
+        report.problem(f"the database cannot be read: {error}; move it away, and plans are built anew: mv {file} /tmp/")
     except StoreError as error:
-        report.problem(f"the database cannot be read: {error}; move it away, and plans are built anew: mv {settings.database} /tmp/")
-        return
+        report.problem(f"the database cannot be read: {error}")
     finally:
         database.close()
-    bytes_used = sum(file.stat().st_size for file in settings.directory.glob(f"{settings.database.name}*"))
-    report.fact("database", str(settings.database) if bytes_used else None, settings.database.name if bytes_used else "none yet")
-    report.fact("revision", revision, revision or "none")
-    report.fact("entries", entries)
-    report.fact("bytes", bytes_used, size(bytes_used))
-    if revision not in (None, HEAD):
-        report.problem(
-            f"the database has revision {revision}, this version reads {HEAD}; use the plancache that made it, or another directory"
-        )
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
-
-
-def network_file_system(directory: Path, mounts: str) -> str | None:
-    """The type of the network file system that holds a directory, or None; `mounts` is the text of /proc/mounts."""
-    real, best, found = directory.resolve(), -1, ""
-    for line in mounts.splitlines():
-        _, point, kind, *_ = line.split(" ")
-        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # fstab(5): a space is \040
-        if real.is_relative_to(point) and len(point) >= best:  # of two at one place the later one is on top
-            best, found = len(point), kind
-    return found if _NETWORK.fullmatch(found) else None
 
 
 def look_at_variables(report: Report, settings_error: Exception | None) -> None:

@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
             _log.warning("the cache is %s (%s): what is built is not kept", settings.mode, source_of(settings, "mode"))
         with PlanCache(settings=settings, device=device if device.is_file else None) as cache:
             outcomes = _print_all(_plan_all(cache, graphs_of(args.target, function)))
-            unkept = cache.statistics().faults["write"]
+            unkept = sum(outcome.origin == "built" for outcome in outcomes) - cache.statistics().stored
     failed = sum(outcome.origin == "failed" for outcome in outcomes)
     if args.json:
         print_json({"device": device.model, "failed": failed, "not_stored": unkept, "graphs": [asdict(outcome) for outcome in outcomes]})

@@ -9,21 +9,17 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 from plancache.entry import QUALITIES, Entry, Row, pack
 from plancache.errors import StoreError
 from plancache.settings import make_private
+from plancache.store.connection import HEAD, Reader, connect, faults, identity, number, readable, refuse_sealed, revision_of
 
-HEAD = "0001_entries"
-"""The schema revision that this version reads and writes."""
-
-SELECT_REVISION = "SELECT version_num FROM alembic_version"
 SELECT_ENTRY = "SELECT entries.key, entries.preimage, entries.facts, entries.payload, entries.checksum FROM entries WHERE entries.key = ?"
 SELECT_LISTING = (
     "SELECT entries.key, entries.preimage, entries.facts, length(entries.payload) AS size_bytes,"
@@ -34,6 +30,9 @@ COUNT_USE = (
     "INSERT INTO uses (key, hits, last_used_at) VALUES (?, ?, ?) ON CONFLICT (key)"
     " DO UPDATE SET hits = (uses.hits + excluded.hits), last_used_at = excluded.last_used_at"
 )
+_VERDICT = "SELECT verdicts.kind, verdicts.key, verdicts.checksum, verdicts.reason, verdicts.count, verdicts.created_at FROM verdicts"
+SELECT_VERDICTS = f"{_VERDICT} ORDER BY verdicts.created_at, verdicts.kind, verdicts.key"
+SELECT_VERDICTS_OF = f"{_VERDICT} WHERE verdicts.key = ?"
 
 _BUSY_TIMEOUT_S = 30.0
 _MIGRATION = threading.Lock()  # Alembic's context is a module global: one upgrade at a time in a process
@@ -50,15 +49,35 @@ class Listed(NamedTuple):
     last_used_at: float | None
 
 
-class Database:
-    """One SQLite file. Connections belong to a thread and a process; `close` closes those of this process."""
+class Verdict(NamedTuple):
+    """What is known beside the entries, on a key or on one stored row of it.
 
-    def __init__(self, path: Path, *, lock_timeout_s: float) -> None:
+    `kind`: `quarantined` (the row of this checksum is not used), `unsupported` (cuDNN has no plan; `reason` is its
+    answer) and `unsupported without a GPU` (for builds without one), `struck` (`count` processes ended while they
+    loaded that row, or built that key), `denied` (shown wrong).
+    """
+
+    kind: str
+    key: bytes
+    checksum: bytes
+    reason: str
+    count: int  # type: ignore[assignment]  # hides the tuple's method, which nobody needs
+    created_at: float
+
+
+class Database:
+    """One SQLite file. Connections belong to a thread and a process; `close` closes those of this process.
+
+    `wal`: whether a new file takes a WAL, which network file systems cannot hold.
+    """
+
+    def __init__(self, path: Path, *, lock_timeout_s: float, wal: bool = True) -> None:
         self.path = path
         self._lock_timeout_s = lock_timeout_s
+        self._wal = wal
         self._local = threading.local()
-        self._opened: WeakSet[_Reader] = WeakSet()
-        self._inherited: list[_Reader] = []
+        self._opened: WeakSet[Reader] = WeakSet()
+        self._inherited: list[Reader] = []
         self._engine: Any = None
         self._guard = threading.Lock()
 
@@ -66,24 +85,40 @@ class Database:
 
     def get(self, key: bytes) -> Row | None:
         """The row under a key, or None. Raises `StoreError`."""
-        with _faults(self.path), self._reading() as connection:
+        with faults(self.path), self._reading() as connection:
             row = connection.execute(SELECT_ENTRY, (key,)).fetchone() if connection else None
+        if row is None and self._moved():  # another process put a new file in its place
+            with faults(self.path), self._reading() as connection:
+                row = connection.execute(SELECT_ENTRY, (key,)).fetchone() if connection else None
         return Row(*row) if row else None
 
     def listing(self) -> Iterator[Listed]:
         """All rows without their payloads, oldest first. Raises `StoreError`."""
-        with _faults(self.path), self._reading() as connection:
+        with faults(self.path), self._reading() as connection:
             rows = connection.execute(SELECT_LISTING).fetchall() if connection else []
         return map(Listed._make, rows)
 
+    def verdicts(self, key: bytes | None = None) -> list[Verdict]:
+        """What is known beside the entries, on one key or on all; nothing in a file from before there were verdicts."""
+        with faults(self.path), self._reading() as connection:
+            if connection is None:
+                return []
+            try:
+                rows = connection.execute(SELECT_VERDICTS) if key is None else connection.execute(SELECT_VERDICTS_OF, (key,))
+                return [Verdict(*row) for row in rows]
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):
+                    return []
+                raise
+
     def revision(self) -> str | None:
         """The schema revision of the file, or None where there is no file or no table yet."""
-        with _faults(self.path):
+        with faults(self.path):
             if not self.path.exists():
                 return None
             connection = self._connect()
             try:
-                return _revision(connection)
+                return revision_of(connection)
             finally:
                 connection.close()
 
@@ -104,13 +139,30 @@ class Database:
             "created_at": entry.created_at,
             "condemned": condemned,
         }
-        self.upgrade()
-        with _faults(self.path), self._write_lock(), self._writer().begin() as connection:
+        with self._writing() as connection:
             return bool(connection.execute(schema.insert_entry(replace_equal=replace_equal), values).rowcount)
+
+    def record(self, verdict: Verdict) -> None:
+        """Stores a verdict; where there is one, its count grows. Raises `StoreError`."""
+        from plancache.store import schema
+
+        with self._writing() as connection:
+            connection.execute(schema.record_verdict(), verdict._asdict())
+
+    def lift(self, verdicts: Iterable[Verdict]) -> int:
+        """Forgets verdicts; returns how many there were. Raises `StoreError`."""
+        from sqlalchemy import tuple_
+
+        from plancache.store import schema
+
+        table = schema.verdicts
+        which = [(verdict.kind, verdict.key, verdict.checksum) for verdict in verdicts]
+        with self._writing() as connection:
+            return int(connection.execute(table.delete().where(tuple_(table.c.kind, table.c.key, table.c.checksum).in_(which))).rowcount)
 
     def count_uses(self, hits: Mapping[bytes, int], now: float) -> None:
         """Adds to use counters, all in one transaction. Raises `StoreError`."""
-        with _faults(self.path), self._reading() as connection:
+        with faults(self.path), self._reading() as connection:
             if connection is None:
                 return
             connection.execute("PRAGMA busy_timeout = 200")  # counts are not worth waiting for
@@ -122,24 +174,81 @@ class Database:
                 raise
             connection.execute("COMMIT")
 
-    def upgrade(self) -> None:
-        """Makes or upgrades the file's tables, under a lock that all processes share. Raises `StoreError`."""
-        if self.revision() == HEAD:
-            return
-        with _faults(self.path), _MIGRATION, self._write_lock():
-            revision = self.revision()
+    def upgrade(self) -> str:
+        """Makes or upgrades the file's tables, under a lock that all processes share; returns its revision. Raises `StoreError`.
+
+        A file of a later version stays as it is.
+        """
+        revision = self._revision_to_write()
+        if revision is not None:
+            return revision
+        with faults(self.path), _MIGRATION, self._write_lock():
+            revision = self._revision_to_write()
             if revision is None:
-                self._prepare()  # new files only: one of a later version is not to be touched
-            if revision != HEAD:
+                if self.revision() is None:
+                    self._prepare()  # new files only
                 _migrate(self._writer())
+                revision = HEAD
+        return revision
+
+    def _revision_to_write(self) -> str | None:
+        """The file's revision where rows can be written as it is, else None. Raises `StoreError` where they must not."""
+        with faults(self.path):
+            if not self.path.exists():
+                return None
+            connection = self._connect()
+            try:
+                refuse_sealed(connection, self.path)
+                revision = revision_of(connection)
+                if revision is None:
+                    return None
+                readable(connection, revision)
+                return revision if number(revision) >= number(HEAD) else None
+            finally:
+                connection.close()
 
     def _prepare(self) -> None:
-        connection = self._connect("rwc")
+        connection = self._connect("mode=rwc")
         try:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # before WAL and the first table, or space never returns
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA journal_mode = {'WAL' if self._wal else 'DELETE'}")
         finally:
             connection.close()
+
+    # ---- a damaged file
+
+    def move_aside(self) -> tuple[Path, int] | None:
+        """Puts a damaged file out of the way, so that a new one is begun; returns where it is and its bytes.
+
+        One is kept: an older one goes. None where another process did it already. Raises `StoreError`.
+        """
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        opened = getattr(getattr(self._local, "reader", None), "file", None)
+        with faults(self.path), self._write_lock():
+            found = identity(self.path)
+            if found is None or opened not in (None, found):
+                self._forget_reader()
+                return None
+            size = self.path.stat().st_size
+            for suffix in ("-wal", "-shm", ""):  # SQLite does not remove a WAL beside a file that has moved
+                with suppress(FileNotFoundError):
+                    self.path.with_name(self.path.name + suffix).replace(aside.with_name(aside.name + suffix))
+        self._forget_reader()
+        return aside, size
+
+    def _forget_reader(self) -> None:
+        reader: Reader | None = getattr(self._local, "reader", None)
+        if reader is not None:
+            self._local.reader = None
+            reader.close()
+
+    def _moved(self) -> bool:
+        """Whether this thread's connection is to a file that lies no longer at the path; it is dropped then."""
+        reader: Reader | None = getattr(self._local, "reader", None)
+        if reader is None or reader.file == identity(self.path):
+            return False
+        self._forget_reader()
+        return True
 
     # ---- connections
 
@@ -153,9 +262,9 @@ class Database:
         with reader.lock:
             yield reader.connection
 
-    def _reader(self) -> _Reader | None:
+    def _reader(self) -> Reader | None:
         local = self._local
-        reader: _Reader | None = getattr(local, "reader", None)
+        reader: Reader | None = getattr(local, "reader", None)
         if reader is not None:
             if reader.process == os.getpid():
                 return reader
@@ -163,27 +272,40 @@ class Database:
         if not self.path.exists():
             return None
         connection = self._connect()
-        if _revision(connection) != HEAD:
+        try:
+            refuse_sealed(connection, self.path)
+            revision = revision_of(connection)
+            if revision is None:
+                connection.close()
+                return None
+            readable(connection, revision)
+        except BaseException:
             connection.close()
-            return None
-        local.reader = _Reader(connection)
+            raise
+        reader = local.reader = Reader(connection, self.path)
         with self._guard:
-            self._opened.add(local.reader)
-        return local.reader  # type: ignore[no-any-return]  # threading.local is untyped
+            self._opened.add(reader)
+        return reader
 
-    def _connect(self, mode: str = "rw") -> sqlite3.Connection:
-        address = f"file:{quote(str(self.path))}?mode={mode}"
-        connection = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA trusted_schema = OFF")
+    def _connect(self, options: str = "mode=rw") -> sqlite3.Connection:
+        connection = connect(self.path, options, busy_timeout_s=min(_BUSY_TIMEOUT_S, self._lock_timeout_s))
         connection.execute("PRAGMA synchronous = NORMAL")  # with WAL: a power cut can lose the last commits, not the file
         return connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """An SQLAlchemy connection in an immediate transaction, under the lock that all writers share."""
+        self.upgrade()
+        with faults(self.path), self._write_lock(), self._writer().begin() as connection:
+            refuse_sealed(connection.connection.driver_connection, self.path)  # since it was looked at
+            yield connection
 
     def _writer(self) -> Any:
         if self._engine is None:
             from sqlalchemy import create_engine, event
             from sqlalchemy.pool import NullPool
 
-            engine = create_engine("sqlite://", creator=lambda: self._connect("rwc"), poolclass=NullPool)
+            engine = create_engine("sqlite://", creator=lambda: self._connect("mode=rwc"), poolclass=NullPool)
             event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
             self._engine = engine
         return self._engine
@@ -193,6 +315,12 @@ class Database:
 
         make_private(self.path.parent)
         return FileLock(self.path.with_name("write.lock"), timeout=self._lock_timeout_s, poll_interval=0.01)
+
+    def after_fork(self) -> None:
+        """Makes locks anew that another thread may have held when this process was forked."""
+        self._guard = threading.Lock()
+        self._inherited += list(self._opened)
+        self._opened = WeakSet()
 
     def close(self) -> None:
         """Closes the connections that this process opened."""
@@ -204,33 +332,6 @@ class Database:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
-
-
-class _Reader:
-    """A thread's connection, closed when its thread ends, by the process that opened it only."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self.connection = connection
-        self.process = os.getpid()
-        self.lock = threading.Lock()  # closing a connection that is in use crashes
-        self.close = finalize(self, _close, connection, self.process, self.lock)
-        self.close.atexit = False
-
-
-def _close(connection: sqlite3.Connection, process: int, lock: threading.Lock) -> None:
-    if process == os.getpid():
-        with lock:
-            connection.close()
-
-
-def _revision(connection: sqlite3.Connection) -> str | None:
-    try:
-        row = connection.execute(SELECT_REVISION).fetchone()
-    except sqlite3.OperationalError as error:
-        if "no such table" not in str(error):
-            raise
-        return None
-    return str(row[0]) if row else None
 
 
 def _migrate(engine: Any) -> None:
@@ -247,19 +348,3 @@ def _migrate(engine: Any) -> None:
     with engine.connect() as connection:
         config.attributes["connection"] = connection  # a connection, not an address: addresses hide passwords
         command.upgrade(config, "head")
-
-
-@contextmanager
-def _faults(path: Path) -> Iterator[None]:
-    """SQLite's, the lock's and the system's errors as `StoreError` that names the file."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"{path}: {error}") from error
-    except Exception as error:
-        # SQLAlchemy wraps sqlite3's errors and Alembic has its own; neither may be imported just to be named here
-        if not type(error).__module__.startswith(("sqlalchemy.", "alembic.")):
-            raise
-        raise StoreError(f"{path}: {getattr(error, 'orig', None) or error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BLOB, Column, Float, Integer, MetaData, Select, Table, bindparam, func, or_, select
+from sqlalchemy import BLOB, Column, Float, Integer, MetaData, Select, Table, Text, bindparam, func, or_, select
 from sqlalchemy.dialects.sqlite import Insert, insert
 
 metadata = MetaData()
@@ -28,6 +28,20 @@ uses = Table(  # apart from the blobs: 1,000 counts write 8 kB of WAL here, 4.1 
     Column("hits", Integer, nullable=False),
     Column("last_used_at", Float, nullable=False),
 )
+
+
+verdicts = Table(  # what is known beside the entries: by key, and by checksum where it is of one stored row
+    "verdicts",
+    metadata,
+    Column("kind", Text, primary_key=True),
+    Column("key", BLOB, primary_key=True),
+    Column("checksum", BLOB, primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("count", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+compatibility = Table("compatibility", metadata, Column("min_reader", Integer, primary_key=True, autoincrement=False))
 
 
 def select_entry() -> Select[tuple[bytes, bytes, bytes, bytes, bytes]]:
@@ -62,4 +76,26 @@ def count_use() -> Insert:
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=[uses.c.key], set_={"hits": uses.c.hits + new.hits, "last_used_at": new.last_used_at}
+    )
+
+
+def select_verdicts() -> Select[tuple[str, bytes, bytes, str, int, float]]:
+    """All verdicts, oldest first."""
+    c = verdicts.c
+    return select(c.kind, c.key, c.checksum, c.reason, c.count, c.created_at).order_by(c.created_at, c.kind, c.key)
+
+
+def select_verdicts_of() -> Select[tuple[str, bytes, bytes, str, int, float]]:
+    """The verdicts on a key."""
+    c = verdicts.c
+    return select(c.kind, c.key, c.checksum, c.reason, c.count, c.created_at).where(c.key == bindparam("key"))
+
+
+def record_verdict() -> Insert:
+    """Stores a verdict; one that is there is counted once more."""
+    statement = insert(verdicts)
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=[verdicts.c.kind, verdicts.c.key, verdicts.c.checksum],
+        set_={"reason": new.reason, "count": verdicts.c.count + new.count, "created_at": new.created_at},
     )

@@ -1,0 +1,274 @@
+"""The stores in the order of look-up: the local database, then sealed files. Opened when they are first asked."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from plancache.entry import Entry, Row
+from plancache.errors import DamagedStoreError, SealedError, StoreError
+from plancache.marks import Casualty, Marks, Phase
+from plancache.settings import Settings, make_private
+from plancache.store.database import Database, Listed, Verdict
+from plancache.store.place import NAME_ANOTHER, Mount, distrust, examine, local_lock_folder, locks_work
+
+if TYPE_CHECKING:
+    from plancache.store.sealed import SealedFile
+
+STRIKES = 2
+"""So many processes that ended in a risky step, and it is not tried again."""
+
+_log = logging.getLogger("plancache.store")
+
+
+class Found(NamedTuple):
+    """A row, and the level that it was found in: `local` or `sealed`."""
+
+    level: str
+    row: Row
+
+
+class Levels:
+    """All stores of a cache. A store that cannot be used is one fault, and looked up no more."""
+
+    def __init__(self, settings: Settings, on_fault: Callable[[str, StoreError], None], warn: Callable[[str, str], None]) -> None:
+        self._settings = settings
+        self._on_fault = on_fault
+        self._warn = warn
+        self._local: Database | None = None
+        self._sealed: list[SealedFile] = []
+        self._banned: set[tuple[bytes, bytes]] = set()  # rows that are not used, by key and checksum
+        self._condemned: dict[bytes, bytes] = {}  # local rows that a new build replaces, by key
+        self._mount: Mount | None = None
+        self._marks: Marks | None = None
+        self._opened = False
+        self._guard = threading.RLock()
+
+    # ---- opening
+
+    @property
+    def local(self) -> Database | None:
+        """The writable store; None where there is none."""
+        self._open()
+        return self._local
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        with self._guard:
+            if self._opened:
+                return
+            if self._settings.mode != "off":
+                self._open_directory()
+                for bundle in self._settings.bundles:
+                    self._open_sealed(bundle)
+            self._opened = True
+
+    def _open_directory(self) -> None:
+        directory, file = self._settings.directory, self._settings.database
+        standing = examine(directory)
+        if standing.problem:
+            self._on_fault("place", StoreError(standing.problem))
+        elif standing.unwritable:
+            if file.exists():
+                self._open_sealed(file)
+            elif self._settings.mode == "readwrite":
+                self._on_fault("place", StoreError(standing.unwritable))
+        else:
+            self._mount = standing.mount
+            self._open_database(file, wal=standing.mount is None)
+            if standing.mount:
+                self._warn(
+                    "network",
+                    f"{directory} is on a network file system ({standing.mount.kind} at {standing.mount.point}), where SQLite is slow and "
+                    f"locks are not to be trusted: one builder a machine, no WAL; {NAME_ANOTHER}, on a local disk",
+                )
+
+    def _open_database(self, file: Path, *, wal: bool) -> None:
+        if not self._trusts(file):
+            return
+        database = Database(file, lock_timeout_s=self._settings.lock_timeout_s, wal=wal)
+        try:
+            if self._settings.mode == "readwrite":
+                self._marks = Marks(self._settings.directory / "marks")
+                self._marks.casualties(lambda casualty: _strike(database, casualty))
+            for verdict in database.verdicts():
+                if verdict.kind == "quarantined" or (verdict.kind == "struck" and verdict.checksum and verdict.count >= STRIKES):
+                    self._banned.add((verdict.key, verdict.checksum))
+        except SealedError:
+            database.close()
+            self._open_sealed(file)
+            return
+        except StoreError as error:
+            if not self._mended(database, error):
+                self._on_fault("read", error)
+        if self._trusts(file):  # once more, now that it is open
+            self._local = database
+        else:
+            database.close()
+
+    def _trusts(self, file: Path) -> bool:
+        problem = distrust(file) if file.exists() else None
+        if problem:
+            self._on_fault("place", StoreError(problem))
+        return not problem
+
+    def _open_sealed(self, file: Path) -> None:
+        from plancache.store.sealed import SealedFile
+
+        try:
+            self._sealed.append(SealedFile(file))
+        except StoreError as error:
+            self._on_fault("sealed", error)
+            return
+        if file == self._settings.database and self._settings.mode == "readwrite":
+            _log.warning("%s is sealed: what is built stays in memory (PLANCACHE_MODE=readonly says that this is wanted)", file)
+
+    def _mended(self, database: Database, error: StoreError) -> bool:
+        """Whether a damaged file was put aside, so that a new one is begun."""
+        if not isinstance(error, DamagedStoreError) or self._settings.mode != "readwrite":
+            return False
+        try:
+            aside = database.move_aside()
+        except StoreError as hindrance:
+            _log.info("the damaged file stays: %s", hindrance)
+            return False
+        if aside is not None:
+            self._on_fault(
+                "damaged", StoreError(f"{error}; {aside[1]:,} bytes of stored plans were moved to {aside[0]}, a new file is begun")
+            )
+        return True
+
+    def lock_folder(self) -> Path | None:
+        """Where locks between processes lie: beside a local database; in a folder of this machine where locks do not work there."""
+        if self._writable() is None:
+            return None
+        directory = self._settings.directory
+        try:
+            make_private(directory)
+        except OSError as error:
+            self._on_fault("place", StoreError(f"cannot make {directory}: {error}"))
+            return None
+        if self._mount is None and locks_work(directory):
+            return directory / "locks"
+        return local_lock_folder(directory)
+
+    # ---- rows
+
+    def rows(self, key: bytes) -> Iterator[Found]:
+        """The rows under a key that are not known to be bad, in the order of levels."""
+        self._open()
+        for level, store in self._stores():
+            try:
+                row = store.get(key)
+            except StoreError as error:
+                if level == "sealed" or not self._mended(store, error):  # type: ignore[arg-type]  # the local one
+                    self._on_fault("read", error)
+                continue
+            if row is None:
+                continue
+            found = Found(level, row)
+            if (key, row.checksum) in self._banned:
+                self.ban(found)
+            else:
+                yield found
+
+    def _stores(self) -> Iterator[tuple[str, Database | SealedFile]]:
+        if self._local is not None:
+            yield "local", self._local
+        for sealed in self._sealed:
+            yield "sealed", sealed
+
+    def listing(self) -> Iterator[Listed]:
+        """All rows without their payloads, level by level. Raises `StoreError`."""
+        self._open()
+        for _, store in self._stores():
+            yield from store.listing()
+
+    def put(self, entry: Entry, *, replace_equal: bool) -> bool:
+        """Stores an entry; False where there is no place for it. Raises `StoreError`."""
+        database = self._writable()
+        if database is None:
+            return False
+        digest = entry.key.digest
+        try:
+            database.put(entry, replace_equal=replace_equal, condemned=self._condemned.get(digest))
+        except DamagedStoreError as error:
+            if not self._mended(database, error):
+                raise
+            database.put(entry)
+        self._condemned.pop(digest, None)
+        return True
+
+    def _writable(self) -> Database | None:
+        return self.local if self._settings.mode == "readwrite" else None
+
+    def count_uses(self, hits: Mapping[bytes, int]) -> None:
+        """Adds to the use counters of the local store. Raises `StoreError`."""
+        database = self._writable() if self._opened else None
+        if database is not None:
+            database.count_uses(hits, time.time())
+
+    # ---- what is known beside the rows
+
+    def mark(self, key: bytes, phase: Phase, checksum: bytes = b"") -> AbstractContextManager[None]:
+        """Marks a risky step as under way, where there is a place for that."""
+        return nullcontext() if self._marks is None else self._marks.under_way(key, phase, checksum)
+
+    def ban(self, found: Found) -> None:
+        """Looks at a row no more in this process; a new build replaces it."""
+        key, checksum = found.row.key, found.row.checksum
+        self._banned.add((key, checksum))
+        if found.level == "local":
+            self._condemned[key] = checksum
+
+    def verdicts(self, key: bytes) -> list[Verdict]:
+        """What the local store knows of a key now; nothing where it cannot be read."""
+        database = self.local
+        try:
+            return database.verdicts(key) if database is not None else []
+        except StoreError as error:
+            _log.debug("no verdicts: %s", error)
+            return []
+
+    def record(self, kind: str, key: bytes, reason: str, checksum: bytes = b"") -> None:
+        """Notes a verdict where there is a place for it."""
+        database = self._writable()
+        if database is not None:
+            try:
+                database.record(Verdict(kind, key, checksum, reason, 1, time.time()))
+            except StoreError as error:
+                _log.debug("not recorded, %s %s: %s", kind, key.hex()[:16], error)
+
+    def lift(self, verdicts: list[Verdict]) -> None:
+        """Forgets verdicts that have proven wrong."""
+        database = self._writable()
+        if database is not None and verdicts:
+            try:
+                database.lift(verdicts)
+            except StoreError as error:
+                _log.debug("not lifted: %s", error)
+
+    # ---- life
+
+    def after_fork(self) -> None:
+        """Makes locks anew that another thread may have held when this process was forked."""
+        self._guard = threading.RLock()
+        if self._local is not None:
+            self._local.after_fork()
+
+    def close(self) -> None:
+        if self._marks is not None:
+            self._marks.close()
+        for _, store in self._stores():
+            store.close()
+
+
+def _strike(database: Database, casualty: Casualty) -> None:
+    reason = f"{casualty.phase}: process {casualty.pid} {casualty.ended}"
+    database.record(Verdict("struck", casualty.key, casualty.checksum, reason, 1, time.time()))
