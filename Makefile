@@ -1,4 +1,4 @@
-# The one way in: make demo, make test, make lint, make gpu-test, make bench. CI calls the same targets.
+# The one way in: make demo, make test, make lint, make gpu-test, make stress, make bench. CI calls the same targets.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS := $(if $(GPU),torch,cudnn)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(if $(GPU),,--constraint constraints.txt)
 
-.PHONY: demo test lint gpu-test bench clean
+.PHONY: demo test lint gpu-test stress bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,9 @@ lint: $(VENV)/.ready-lint
 
 gpu-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/gpu
+
+stress: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -m stress --long
 
 bench: $(VENV)/.ready-test
 	$(BIN)/python -m benchmarks --json bench.json

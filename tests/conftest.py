@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from plancache.backend import CudnnBackend
 from plancache.environment import Device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the long forms of stress tests (make stress)")
+
+
+@pytest.fixture
+def scale(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """How much of something: the first number, or with --long the second."""
+    return lambda short, long: long if request.config.getoption("--long") else short
 
 
 @pytest.fixture(scope="session")

@@ -247,7 +247,8 @@ def unseal(path: Path, *, lock_timeout_s: float) -> None:
             with closing(connect(real, _IMMUTABLE, busy_timeout_s=0)) as connection, _copy(path, real, connection) as made:
                 _finish(made, 0, journal_mode, 0o600)
                 made.replace(real)
-            _sync_folder(real.parent)
+            with suppress(OSError):  # as below
+                _sync(real.parent)
 
 
 def _existing(path: Path) -> Path:
@@ -333,7 +334,6 @@ def _failed(path: Path, real: Path, error: sqlite3.Error) -> SealedError:
     cures = {
         sqlite3.SQLITE_FULL: f"make room for a second copy in {real.parent}",
         sqlite3.SQLITE_READONLY: f"do it as its owner, where it can be written (ls -l {real})",
-        sqlite3.SQLITE_CANTOPEN: f"do it as its owner, where it can be written (ls -l {real})",
         sqlite3.SQLITE_CORRUPT: f"move it away, and plans are built anew: mv {real} /tmp/",
         sqlite3.SQLITE_NOTADB: f"move it away, and plans are built anew: mv {real} /tmp/",
     }
@@ -381,7 +381,8 @@ def _take_place(path: Path, real: Path, made: Path, connection: sqlite3.Connecti
             with suppress(sqlite3.Error):  # a rollback journal does as well, only slower
                 connection.execute(f"PRAGMA main.journal_mode = {before}")
         raise
-    _sync_folder(real.parent)
+    with suppress(OSError):  # not all file systems can sync a folder, and what was asked for is done
+        _sync(real.parent)
 
 
 def _sync(path: Path) -> None:
@@ -390,11 +391,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not all file systems can, and what was asked for is done
-        _sync(folder)
 
 
 def _remove(path: Path) -> None:
