@@ -44,19 +44,18 @@ from plancache.memory import LivePlans
 from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
-from plancache.singleflight import SingleFlight
 from plancache.statistics import Failure, Statistics, Warmed
 from plancache.store.levels import STRIKES, Found, Levels
+from plancache.stored import StoredPlans
 from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
-    from plancache.listing import Listed
     from plancache.store.database import Verdict
 
 _log = logging.getLogger("plancache.cache")
 
 
-class PlanCache:
+class PlanCache(StoredPlans):
     """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
 
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
@@ -81,22 +80,16 @@ class PlanCache:
             raise SettingsError(f"device must be a plancache.Device, such as Device.from_file('h200'), not {device!r}")
         if not isinstance(constraints, Constraints | None):
             raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
-        self.settings = settings or Settings.load(directory=directory, **options)
+        super().__init__(settings or Settings.load(directory=directory, **options), device, on_event)
         if self.settings.log:
             log_to_stderr(self.settings.log)
         self._closed = False
         self._constraints = constraints or Constraints()
-        self._report = Reporter(strict=self.settings.strict, on_event=on_event)
-        self._levels = Levels(self.settings, self._report.fault, self._report.warn)
-        self._flight: SingleFlight | None = None
-        self._targets = Targets(device, self._report.warn)
-        self._plans = LivePlans(self.settings.max_live_bytes)
         self._live: WeakSet[Loaded] = WeakSet()
         self._hits: Counter[bytes] = Counter()
         self._refusals: dict[bytes, tuple[bytes, str]] = {}
         self._unusable: set[bytes] = set()
         self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
-        self._guard = threading.RLock()
         self._process = os.getpid()
         self._inherited: list[Any] = []
         # for a cache that is dropped, and at exit
@@ -308,13 +301,6 @@ class PlanCache:
             self._report.tell("quarantine", digest, 0.0, reason)
         self._levels.lift([verdict for verdict in known if verdict.kind in ("unsupported", WITHOUT_GPU, "struck")])
 
-    def _single_flight(self) -> SingleFlight:
-        with self._guard:
-            if self._flight is None:
-                folder, timeout_s = self._levels.lock_folder(), self.settings.lock_timeout_s
-                self._flight = SingleFlight(folder, timeout_s=timeout_s, on_fault=lambda error: self._report.fault("lock", error))
-            return self._flight
-
     # ---- what cannot be cached
 
     def _check_environment(self, target: DeviceTarget, variables: dict[str, str]) -> None:
@@ -368,33 +354,6 @@ class PlanCache:
             else:
                 plans.append(plan)
         return Warmed(tuple(plans), tuple(failures))
-
-    def entries(self) -> list[Listed]:
-        """What is stored, oldest first, without the plans themselves. Needs neither a GPU nor cuDNN.
-
-        A row that cannot be read is left out, with a warning.
-        """
-        from plancache.listing import Listed
-
-        listed = []
-        for row in self._levels.listing():
-            try:
-                listed.append(Listed.of(*row[1:]))
-            except CorruptEntryError as error:
-                self._report.fault("corrupt", error)
-        return listed
-
-    def entry(self, digest: str | PlanKey) -> Entry:
-        """The stored entry of a key, or whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
-        digest = digest.hex if isinstance(digest, PlanKey) else digest
-        if not digest:
-            raise LookupError("give at least one hex digit of a key; 'plancache ls' lists them")
-        keys = list(dict.fromkeys(row.key for row in self._levels.listing() if row.key.hex().startswith(digest.lower())))
-        row = next((found.row for found in self._levels.rows(keys[0])), None) if len(keys) == 1 else None
-        if row is None:
-            count = len(keys) or "no"
-            raise LookupError(f"{count} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
-        return unpack(row)
 
     def statistics(self) -> Statistics:
         """Counts and seconds since this cache was opened."""

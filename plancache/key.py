@@ -134,14 +134,21 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, device: Device, libraries: Libraries) -> Place:
-        builds = {name: library.build_id for name, library in libraries.cudnn.items()}
         return cls(
             device=_canonical({name: device.properties[name] for name in LIMITS}),
             model=_canonical(device.model),
             driver=_canonical(device.driver_version),
-            cudnn=_canonical({"version": libraries.cudnn_version, "builds": builds}),
-            frontend=_canonical(libraries.frontend_version),
+            **cls.of_libraries(libraries),
         )
+
+    @staticmethod
+    def of_libraries(libraries: Libraries) -> dict[str, bytes]:
+        """The components that say which cuDNN and frontend are loaded, by name."""
+        builds = {name: library.build_id for name, library in libraries.cudnn.items()}
+        return {
+            "cudnn": _canonical({"version": libraries.cudnn_version, "builds": builds}),
+            "frontend": _canonical(libraries.frontend_version),
+        }
 
 
 def make_key(signature: bytes, place: Place, variables: Mapping[str, str], constraints: Constraints) -> PlanKey:

@@ -11,9 +11,10 @@ from plancache.plan import Plan
 
 @dataclass
 class Statistics:
-    """What a cache did since it was opened. `uncacheable` counts graphs by reason, `faults` cache faults by kind.
+    """What a cache did since it was opened.
 
-    `stored` counts builds that a later process will find. `live_plans` and `live_bytes` are those in memory now; bytes as they are accounted for, workspaces included.
+    `stored` counts builds that a later process will find, `uncacheable` graphs by reason, `faults` cache faults by kind.
+    `live_plans` and `live_bytes` are those in memory now; bytes as they are accounted for, workspaces included.
     """
 
     memory_hits: int = 0

@@ -111,6 +111,12 @@ class Database:
                     return []
                 raise
 
+    def damage(self) -> list[str]:
+        """What is wrong with the file's pages, line by line. Raises `StoreError` where it cannot even be looked at."""
+        with faults(self.path), self._reading() as connection:
+            found = connection.execute("PRAGMA quick_check").fetchall() if connection else []
+        return [str(line) for (line,) in found if line != "ok"]
+
     def revision(self) -> str | None:
         """The schema revision of the file, or None where there is no file or no table yet."""
         with faults(self.path):

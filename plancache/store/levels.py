@@ -190,6 +190,24 @@ class Levels:
         for _, store in self._stores():
             yield from store.listing()
 
+    def all_rows(self) -> Iterator[tuple[str, bytes, Row | StoreError]]:
+        """Every row of every level with its key, known to be bad or not; an error where one cannot be read."""
+        self._open()
+        for level, store in self._stores():
+            try:
+                keys = [listed.key for listed in store.listing()]
+            except StoreError as error:
+                yield level, b"", error
+                continue
+            for key in keys:
+                try:
+                    row = store.get(key)
+                except StoreError as error:
+                    yield level, key, error
+                    continue
+                if row is not None:
+                    yield level, key, row
+
     def put(self, entry: Entry, *, replace_equal: bool) -> bool:
         """Stores an entry; False where there is no place for it. Raises `StoreError`."""
         database = self._writable()
