@@ -7,9 +7,10 @@ import json
 import platform
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from benchmarks import anywhere, running, startup
+from benchmarks import anywhere, running, startup, store, tuning
 from benchmarks.report import Figure, print_table
 
 
@@ -17,18 +18,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds a figure is the median of (default 7)")
-    parser.add_argument("--only", choices=("anywhere", "running", "startup"), help="one group of figures")
+    parser.add_argument("--only", choices=("anywhere", "store", "running", "startup", "tuning"), help="one group of figures")
+    parser.add_argument(
+        "--entries", type=int, default=store.ENTRIES, help="size of the large store (default 100,000: 2.8 GB on disk, some minutes)"
+    )
     arguments = parser.parse_args()
     from plancache import Device
     from plancache.environment import Libraries
     from plancache.errors import DeviceError
 
-    groups = {"anywhere": anywhere.measure, "running": running.measure, "startup": startup.measure}
+    groups = {"anywhere": anywhere.measure, "store": partial(store.measure, entries=arguments.entries)}
     try:
         device = Device.current().model
+        groups |= {"running": running.measure, "startup": startup.measure, "tuning": tuning.measure}
     except DeviceError:
         device = "no GPU"
-        groups = {"anywhere": anywhere.measure}
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="plancache-bench-") as directory:
         for name, measure in groups.items():

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from plancache import errors, graphs
+    from plancache.autotune import Tuning
     from plancache.cache import PlanCache
     from plancache.environment import Device
     from plancache.key import Constraints, PlanKey
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from plancache.settings import Settings
     from plancache.statistics import Statistics
 
-__all__ = ["Constraints", "Device", "Plan", "PlanCache", "PlanKey", "Settings", "Statistics", "errors", "graphs"]
+__all__ = ["Constraints", "Device", "Plan", "PlanCache", "PlanKey", "Settings", "Statistics", "Tuning", "errors", "graphs"]
 
 _HOMES = {
     "Constraints": "key",
@@ -25,6 +26,7 @@ _HOMES = {
     "PlanKey": "key",
     "Settings": "settings",
     "Statistics": "statistics",
+    "Tuning": "autotune",
     "errors": "errors",
     "graphs": "graphs",
 }

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy as copying
 import ctypes
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 from plancache.capture import Releases, quietly
@@ -32,11 +34,23 @@ if TYPE_CHECKING:
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
 _LABEL = "plancache"
-_DEVICE_TROUBLE = "out of memory|ALLOC|CUDA_ERROR|CUDA_DRIVER|CUDART|cudaError|CUDA error|CUDNN_STATUS_EXECUTION_FAILED"
+_STEPS = ("lower", "plan", "build", "serialize")
+_DEVICE_TROUBLE = (
+    "out of memory|ALLOC|CUDA_ERROR|CUDA_DRIVER|CUDART|cudaError|CUDA error|CUDNN_STATUS_EXECUTION_FAILED|PREREQUISITE_MISSING"
+)
 _LARGEST_TO_RAISE_IT = 31 << 20  # bytes: freeing a block of up to 32 MB raises glibc's thresholds to it (mallopt(3))
 
 # The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
 _BUILDING = threading.RLock()
+os.register_at_fork(after_in_child=_BUILDING._at_fork_reinit)  # type: ignore[attr-defined]  # whoever holds it is not in the child
+
+
+class Option(NamedTuple):
+    """A candidate that tuning may try. `runtime_compiled`: building it compiles, which takes seconds and no device."""
+
+    candidate: Candidate
+    deterministic: bool
+    runtime_compiled: bool
 
 
 class Executable:
@@ -85,6 +99,37 @@ class Executable:
             set_stream(handle, stream)
         self._pointers[:] = addresses  # type: ignore[assignment]  # plain integers are what it is for
         self._launch(self._address, len(addresses), workspace_address, handle.backend_handle, -1)
+
+
+class Planned:
+    """A copy and its candidates, which are built one after the other. `places`: of the candidates in the plan list, by name."""
+
+    def __init__(self, backend: CudnnBackend, copy: Any, seconds: Sequence[float]) -> None:
+        self._backend = backend
+        self._copy = copy
+        self._seconds = seconds
+        self.candidates: list[Candidate] = []
+        self.places: dict[str, int] = {}
+        for index in range(copy.get_execution_plan_count()):
+            candidate = _candidate(copy, index)
+            if candidate.name not in self.places:  # the heuristics name some twice
+                self.places[candidate.name] = index
+                self.candidates.append(candidate)
+
+    def notes(self, candidate: Candidate) -> tuple[str, ...]:
+        """Behaviour notes of a candidate."""
+        return _notes(self._copy, self.places[candidate.name])
+
+    def build(self, candidate: Candidate) -> Built:
+        """Builds and serializes a candidate. Raises cuDNN's own error."""
+        with _BUILDING, self._backend._on_device():
+            clock = [time.perf_counter()]
+            self._copy.build_plan_at_index(self.places[candidate.name])
+            clock.append(time.perf_counter())
+            blob = self._copy.serialize(as_bytes=True)
+            clock.append(time.perf_counter())
+            seconds = [*self._seconds, *(after - before for before, after in pairwise(clock))]
+            return self._backend._built(self._copy, blob, dict(zip(_STEPS, seconds, strict=True)), (candidate,))
 
 
 class CudnnBackend:
@@ -172,8 +217,14 @@ class CudnnBackend:
 
     # ---- building
 
-    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str]) -> Built:  # noqa: ARG002  # as in force
-        """Builds the heuristic's first choice (modes A, then FALLBACK) that the constraints allow, and serializes it.
+    def build(
+        self,
+        signature: bytes,
+        constraints: Constraints,
+        variables: Mapping[str, str],  # noqa: ARG002  # as in force
+        candidate: Candidate | None = None,
+    ) -> Built:
+        """Builds a candidate, or the heuristic's first choice (modes A, then FALLBACK) that the constraints allow, and serializes it.
 
         Raises cuDNN's own error where it has no plan.
         """
@@ -183,13 +234,41 @@ class CudnnBackend:
             handle = None if self.device.is_file else self.handle()
             copy = self.copy(decode(signature), handle=handle)
             clock = [time.perf_counter()]
-            self._plan(copy, constraints, clock)
-            copy.build_plans()
+            if candidate is None:
+                self._plan(copy, constraints, clock)
+                copy.build_plans()
+            else:
+                self._plan_candidate(copy, constraints, candidate, clock)
+                copy.build_plan_at_index(copy.get_execution_plan_count() - 1)
             clock.append(time.perf_counter())
             blob = copy.serialize(as_bytes=True)  # at once: a loaded graph that is serialized again loses its tensor table
             clock.append(time.perf_counter())
             seconds = [after - before for before, after in pairwise(clock)]
-            return self._built(copy, blob, dict(zip(("lower", "plan", "build", "serialize"), seconds, strict=True)))
+            every = tuple(_candidate(copy, index) for index in range(copy.get_execution_plan_count()))
+            return self._built(copy, blob, dict(zip(_STEPS, seconds, strict=True)), every)
+
+    def planned(self, signature: bytes, constraints: Constraints, modes: Sequence[str]) -> Planned:
+        """A copy for which the heuristics have named their candidates in these modes."""
+        from plancache.description import decode
+
+        with _BUILDING, self._on_device():
+            copy = self.copy(decode(signature), handle=None if self.device.is_file else self.handle())
+            clock = [time.perf_counter()]
+            self._plan(copy, constraints, clock, modes)
+        return Planned(self, copy, [after - before for before, after in pairwise(clock)])
+
+    def options(self, signature: bytes, constraints: Constraints, modes: Sequence[str]) -> tuple[Planned, list[Option]]:
+        """The candidates that the heuristics name in these modes and the constraints allow, in their order, each once."""
+        planned = self.planned(signature, constraints, modes)
+        steady = replace(constraints, barred_numerical_notes=(*constraints.barred_numerical_notes, "NONDETERMINISTIC"))
+        try:
+            deterministic = set(self.planned(signature, steady, modes).places)
+        except load_frontend().cudnnGraphNotSupportedError:
+            deterministic = set()
+        return planned, [
+            Option(candidate, candidate.name in deterministic, "RUNTIME_COMPILATION" in planned.notes(candidate))
+            for candidate in planned.candidates
+        ]
 
     def build_unchanged(self, graph: Any, constraints: Constraints) -> tuple[Executable, list[Any], list[Layout], int]:
         """Builds an uncacheable graph as its caller made it, on a clone: executable, tensors, layouts and workspace bytes."""
@@ -211,17 +290,17 @@ class CudnnBackend:
         layouts = [_layout(scratch, scratch._tensor_by_uid[uid]) for uid in uids]
         return Executable(scratch, uids, scratch._handle), [callers[uid] for uid in uids], layouts, int(scratch.get_workspace_size())
 
-    def _plan(self, copy: Any, constraints: Constraints, clock: list[float]) -> None:
+    def _plan_candidate(self, copy: Any, constraints: Constraints, candidate: Candidate, clock: list[float]) -> None:
         cudnn = load_frontend()
-        copy.validate()
-        copy.build_operation_graph()
+        _lower(copy, constraints, clock)
+        copy.create_execution_plan(candidate.engine, {_member(cudnn, "knob_type", name): value for name, value in candidate.knobs.items()})
+        copy.check_support()
         clock.append(time.perf_counter())
-        if constraints.barred_engines:
-            copy.deselect_engines(list(constraints.barred_engines))
-        limits = [limit for limit in (constraints.workspace_limit_bytes, copy._workspace_limit) if limit is not None]
-        if limits:
-            copy.deselect_workspace_greater_than(min(limits))
-        copy.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+
+    def _plan(self, copy: Any, constraints: Constraints, clock: list[float], modes: Sequence[str] = ("A", "FALLBACK")) -> None:
+        cudnn = load_frontend()
+        _lower(copy, constraints, clock)
+        copy.create_execution_plans([_member(cudnn, "heur_mode", mode) for mode in modes])
         barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
         for select, kind, names in (
             (copy.deselect_numeric_notes, "numerical_note", barred),
@@ -234,16 +313,15 @@ class CudnnBackend:
         copy.check_support()
         clock.append(time.perf_counter())
 
-    def _built(self, copy: Any, blob: bytes, timings_s: Mapping[str, float]) -> Built:
-        candidates = tuple(_candidate(copy, index) for index in range(copy.get_execution_plan_count()))
+    def _built(self, copy: Any, blob: bytes, timings_s: Mapping[str, float], candidates: tuple[Candidate, ...]) -> Built:
         chosen = copy._plan_index
-        notes = tuple(note.name for note in copy.get_behavior_notes_for_plan_at_index(chosen))
+        notes = _notes(copy, chosen)
         return Built(
             blob=blob,
             workspace_size=int(copy.get_workspace_size()),
             operands=tuple(copy._variant_pack_uids() or ()),
             layouts={uid: _layout(copy, tensor) for uid, tensor in sorted(copy._tensor_by_uid.items())},
-            recipe=candidates[chosen],
+            recipe=_candidate(copy, chosen),
             candidates=candidates,
             behavior_notes=notes,
             requirements=self._requirements(blob, notes),
@@ -380,6 +458,21 @@ def _first_difference(mine: Any, theirs: Any, at: str = "graph") -> str:
         index = next(index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
         return _first_difference(mine[index], theirs[index], f"{at}[{index}]")
     return f"{at} is {str(mine)[:60]} in place of {str(theirs)[:60]}"
+
+
+def _lower(copy: Any, constraints: Constraints, clock: list[float]) -> None:
+    copy.validate()
+    copy.build_operation_graph()
+    clock.append(time.perf_counter())
+    if constraints.barred_engines:
+        copy.deselect_engines(list(constraints.barred_engines))
+    limits = [limit for limit in (constraints.workspace_limit_bytes, copy._workspace_limit) if limit is not None]
+    if limits:
+        copy.deselect_workspace_greater_than(min(limits))
+
+
+def _notes(copy: Any, index: int) -> tuple[str, ...]:
+    return tuple(note.name for note in copy.get_behavior_notes_for_plan_at_index(index))
 
 
 def _candidate(copy: Any, index: int) -> Candidate:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -50,7 +50,9 @@ from plancache.stored import StoredPlans
 from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
+    from plancache.autotune import Tuning
     from plancache.store.database import Verdict
+    from plancache.tuner import Job, Tuned
 
 _log = logging.getLogger("plancache.cache")
 
@@ -61,7 +63,7 @@ class PlanCache(StoredPlans):
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
     are built, stored and inspected, not run. `constraints`: for graphs planned without any of their own. `on_event`:
     called with each `Event`, in the thread where it happens. Other settings, by name: see `Settings`. Use it as a
-    context manager, or call `close`.
+    context manager, or call `close`. `tuning`: plans are tuned on their first miss on a GPU.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PlanCache(StoredPlans):
         *,
         device: Device | None = None,
         constraints: Constraints | None = None,
+        tuning: Tuning | None = None,
         on_event: Callable[[Event], object] | None = None,
         settings: Settings | None = None,
         **options: Any,
@@ -85,6 +88,8 @@ class PlanCache(StoredPlans):
             log_to_stderr(self.settings.log)
         self._closed = False
         self._constraints = constraints or Constraints()
+        self._tuning = tuning
+        self._settled: set[bytes] = set()  # keys whose tuning brought nothing
         self._live: WeakSet[Loaded] = WeakSet()
         self._hits: Counter[bytes] = Counter()
         self._refusals: dict[bytes, tuple[bytes, str]] = {}
@@ -102,15 +107,32 @@ class PlanCache(StoredPlans):
 
     @overload
     def plan(
-        self, graph: Any, *, build: Literal["allow", "forbid"] | None = None, refresh: bool = False, constraints: Constraints | None = None
+        self,
+        graph: Any,
+        *,
+        build: Literal["allow", "forbid"] | None = None,
+        refresh: bool = False,
+        constraints: Constraints | None = None,
+        tuning: Tuning | None = None,
+        inputs: Mapping[Any, Any] | None = None,
     ) -> Plan: ...
 
-    def plan(self, graph: Any, *, build: Build | None = None, refresh: bool = False, constraints: Constraints | None = None) -> Plan | None:
+    def plan(
+        self,
+        graph: Any,
+        *,
+        build: Build | None = None,
+        refresh: bool = False,
+        constraints: Constraints | None = None,
+        tuning: Tuning | None = None,
+        inputs: Mapping[Any, Any] | None = None,
+    ) -> Plan | None:
         """A ready plan for a described graph (`cudnn.pygraph`), which is left as it is.
 
         `build`: on a miss `allow` builds and keeps the plan, `forbid` raises `PlanNotFoundError`, `lookup` returns
-        None (the only case that does). `refresh`: builds anew and replaces what is stored. Raises `GraphStateError`
-        for an empty or planned graph, and cuDNN's own error where it has no plan.
+        None (the only case that does). `refresh`: builds anew and replaces what is stored. `tuning`: tries cuDNN's engine
+        configurations where no tuned plan is stored yet, on `inputs` (buffers by tensor, uid or name; they are only read) or
+        on made-up ones. Raises `GraphStateError` for an empty or planned graph, and cuDNN's own error where it has no plan.
         """
         build = build or self.settings.build
         if build not in ("allow", "forbid", "lookup"):
@@ -139,6 +161,9 @@ class PlanCache(StoredPlans):
                 found = self._build(reading, key, target, constraints, variables, refresh)
             except Uncacheable as error:
                 return self._plan_uncached(graph, error.reason, target, build, constraints)
+        tuning = tuning or self._tuning
+        if tuning is not None and build == "allow" and not target.device.is_file:
+            found = self._tuned(found, reading, target, constraints, variables, tuning, inputs)
         loaded, origin = found
         entry = loaded.entry
         assert entry is not None
@@ -167,7 +192,7 @@ class PlanCache(StoredPlans):
         try:
             entry = unpack(found.row, key)
         except CorruptEntryError as error:
-            self._levels.ban(found)
+            self._levels.ban_corrupt(found)
             self._levels.record("quarantined", key.digest, str(error), found.row.checksum)
             self._report.tell("quarantine", key.digest, 0.0, str(error))
             self._report.fault("corrupt", error)
@@ -276,6 +301,81 @@ class PlanCache(StoredPlans):
             provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
         )
 
+    def _tuned(
+        self,
+        found: tuple[Loaded, str],
+        reading: Reading,
+        target: DeviceTarget,
+        constraints: Constraints,
+        variables: dict[str, str],
+        tuning: Tuning,
+        inputs: Mapping[Any, Any] | None,
+    ) -> tuple[Loaded, str]:
+        """The tuned plan, or what was found where there is none to be had."""
+        entry = found[0].entry
+        assert entry is not None
+        if entry.quality == "tuned" or entry.key.digest in self._settled:
+            return found
+        if is_capturing():
+            raise CaptureError("this plan is not tuned, and the current stream is capturing; tune it before the capture")
+        from plancache.tuner import Job, Tuner, by_uid
+
+        tuner = Tuner(self._levels, target, variables, tuning)
+        (tuned,) = tuner.tune([Job(entry.key, entry, constraints, by_uid(reading, inputs or {}))])
+        if tuned.entry is None:
+            _log.info("%s stays as it is: %s", entry.description.summary, tuned.reason)
+            self._settled.add(entry.key.digest)
+            return found
+        self._plans.drop(entry.key.digest)
+        return self._ready(tuned.entry, target), "built"
+
+    def tune(
+        self,
+        graphs: Iterable[Any] | None = None,
+        *,
+        tuning: Tuning | None = None,
+        refresh: bool = False,
+        on_done: Callable[[Tuned], object] | None = None,
+    ) -> list[Tuned]:
+        """Tunes graphs (or objects with a `graph`), or all untuned entries that are stored for this device and environment.
+
+        `refresh`: tuned ones too. `on_done`: called after each. Raises `NotExecutableError` for a device file.
+        """
+        from plancache.autotune import Tuning
+        from plancache.tuner import Tuner, stored_jobs
+
+        target, variables = self._targets.current(), result_changing_variables()
+        if target.device.is_file:
+            raise NotExecutableError("tuning runs plans, and this cache is for a device file; tune on the GPU itself")
+        if graphs is None:
+            jobs = list(stored_jobs(self._levels, target, variables, refresh=refresh))
+        else:
+            jobs = [self._job(getattr(graph, "graph", graph), target, variables) for graph in graphs]
+        done = []
+        for tuned in Tuner(self._levels, target, variables, tuning or self._tuning or Tuning(), refresh=refresh).tune(jobs):
+            self._plans.drop(tuned.key.digest)
+            done.append(tuned)
+            if on_done is not None:
+                on_done(tuned)
+        order = {job.key: place for place, job in enumerate(jobs)}
+        return sorted(done, key=lambda tuned: order[tuned.key])
+
+    def _job(self, graph: Any, target: DeviceTarget, variables: dict[str, str]) -> Job:
+        """What tuning a graph takes. Raises `UncacheableGraphError` for one that has no key."""
+        from plancache.tuner import Job
+
+        try:
+            self._check_environment(target, variables)
+            reading = read(graph, target.device, self._seen)
+            key = make_key(reading.signature, target.place, variables, self._constraints)
+            found = self._look_up(key, target)
+            if found is None:
+                _check_outputs(graph)
+                target.backend.check_copy(reading)
+        except Uncacheable as error:
+            raise UncacheableGraphError(error.reason, "it cannot be tuned") from None
+        return Job(key, None if found is None else found[0].entry, self._constraints, {})
+
     def _store(self, entry: Entry, target: DeviceTarget, refresh: bool, known: list[Verdict]) -> None:
         digest = entry.key.digest
         if self.settings.mode != "readwrite" or target.unknown:
@@ -284,18 +384,17 @@ class PlanCache(StoredPlans):
             what = f"{entry.engine} is not stored: {dict(entry.requirements)} cannot be checked when it is loaded"
             self._report.warn("requirement", what)
             return
-        refused = [verdict for verdict in known if verdict.kind == "quarantined" and verdict.reason.startswith("load:")]
+        refused = [verdict.reason for verdict in known if verdict.kind == "quarantined" and verdict.reason.startswith("load:")]
+        refused += [reason for _, reason in filter(None, [self._refusals.get(digest)])]
         if len(refused) >= STRIKES:
-            _log.warning(
-                "plan %s is not stored any more: %d of its blobs did not load (%s)", entry.key.hex[:16], len(refused), refused[-1].reason
-            )
-            return
-        try:
-            self._report.count(stored=self._levels.put(entry, replace_equal=refresh or digest in self._unusable))
-        except StoreError as error:
-            self._report.fault("write", error)
-            return
-        if digest in self._refusals:  # the new one was loaded and stored: the old one's bytes were at fault
+            _log.warning("plan %s is not stored any more: %d of its blobs did not load (%s)", entry.key.hex[:16], len(refused), refused[-1])
+        else:
+            try:
+                self._report.count(stored=self._levels.put(entry, replace_equal=refresh or digest in self._unusable))
+            except StoreError as error:
+                self._report.fault("write", error)
+                return
+        if digest in self._refusals:  # the new one was loaded: the old one's bytes were at fault
             checksum, reason = self._refusals.pop(digest)
             self._levels.record("quarantined", digest, reason, checksum)
             self._report.tell("quarantine", digest, 0.0, reason)

@@ -21,12 +21,12 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
 from weakref import finalize
 
-from plancache.entry import Built, decode_facts, encode_facts
+from plancache.entry import Built, Candidate, decode_facts, encode_facts
 from plancache.environment import Device, load_frontend, result_changing_variables
 from plancache.errors import ClosedError, CompilerError, PlancacheError
 from plancache.key import Constraints, Place
@@ -37,7 +37,9 @@ _LAST_WORDS_S = 2.0
 
 
 class Compiler:
-    """Builds for a device file. One child serves all builds until `close`; a new one follows where variables changed.
+    """Builds for a device file without a GPU, or for a GPU of this process beside it.
+
+    One child serves all builds until `close`; a new one follows where variables changed.
 
     `cudnn`: which cuDNN the keys name, as `Place.cudnn` says it, where that is known; a child that loads another one
     builds nothing.
@@ -51,12 +53,14 @@ class Compiler:
         self._closed = False
         self._guard = threading.Lock()
 
-    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str]) -> Built:
-        """Builds a signature under result-changing variables, those of its key.
+    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str], candidate: Candidate | None = None) -> Built:
+        """Builds a candidate, or the heuristic's first choice, of a signature under result-changing variables, those of its key.
 
         Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails.
         """
-        facts = {"device": asdict(self._device), "constraints": asdict(constraints), "cudnn": self._cudnn.decode()}
+        device = asdict(self._device if self._device.is_file else replace(self._device, ordinal=0))  # the only one that the child sees
+        facts: dict[str, Any] = {"device": device, "constraints": asdict(constraints), "cudnn": self._cudnn.decode()}
+        facts["candidate"] = candidate
         request = json.dumps(facts).encode()
         with self._guard:
             if self._closed:
@@ -82,7 +86,7 @@ class Compiler:
         if self._child is not None and (self._child.process.poll() is not None or self._child.variables != variables):
             self._stop()
         if self._child is None:
-            self._child = _Child(variables)
+            self._child = _Child(variables, visible_devices(self._device.ordinal))
         return self._child
 
     def _obituary(self) -> str:
@@ -108,15 +112,23 @@ class Compiler:
             self._stop()
 
 
+def visible_devices(ordinal: int | None) -> str:
+    """What CUDA_VISIBLE_DEVICES must be for a child that sees one device of this process only, or none."""
+    if ordinal is None:
+        return ""
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(ordinal) if own is None else own.split(",")[ordinal]
+
+
 class _Child:
     """A child process, its own two pipes (what libraries print goes elsewhere), and the folder that it may write in."""
 
-    def __init__(self, variables: dict[str, str]) -> None:
+    def __init__(self, variables: dict[str, str], visible: str) -> None:
         self.variables = variables
         self.owner = os.getpid()
         ambient = result_changing_variables()
         others = {name: value for name, value in os.environ.items() if name not in ambient}
-        environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with ExitStack() as undo:
             try:
                 self.folder = tempfile.mkdtemp(prefix="plancache-")
@@ -208,7 +220,8 @@ def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any],
     device = Device(**request["device"])
     backend = backends.get(device.properties_json)
     if backend is None:
-        provide_driver(device.driver_version, folder)
+        if device.is_file:
+            provide_driver(device.driver_version, folder)
         from plancache.backend import CudnnBackend
 
         backend = backends[device.properties_json] = CudnnBackend(device)
@@ -217,8 +230,10 @@ def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any],
             f"the process that builds without a GPU loads another cuDNN than this one, from {backend.libraries.folder}; "
             "set LD_LIBRARY_PATH before this process starts, and leave one libcudnn in reach"
         )
-    built = backend.build(signature, Constraints(**request["constraints"]), {})
-    backend.check_loads(built.blob)
+    candidate = request["candidate"] and Candidate(*request["candidate"])
+    built = backend.build(signature, Constraints(**request["constraints"]), {}, candidate)
+    if device.is_file:
+        backend.check_loads(built.blob)
     return {"facts": encode_facts(built).decode()}, built.blob
 
 
@@ -281,7 +296,9 @@ def _exactly(pipe: IO[bytes], size: int) -> bytes:
 
 def _main(requests: str, answers: str, folder: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the program's to answer
-    serve(os.fdopen(int(requests), "rb"), os.fdopen(int(answers), "wb"), folder)
+    with suppress(BrokenPipeError), os.fdopen(int(requests), "rb") as asked, os.fdopen(int(answers), "wb") as answered:
+        serve(asked, answered, folder)
+    shutil.rmtree(folder, ignore_errors=True)  # for a program that was killed
     os._exit(0)  # cuDNN's own exit handlers have nothing to release here, and can crash beside the stub
 
 

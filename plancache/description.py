@@ -38,6 +38,26 @@ class Description:
         return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
 
 
+def family(description: Description) -> bytes:
+    """The signature without extents, as bytes to be hashed: operations, parameters and types as they are; of each tensor its
+    rank, the order of its strides, which extents are 1, and by which power of two up to 16 the others can be divided."""
+    tensors = []
+    for tensor in description.tensors:
+        shape = {name: value for name, value in tensor.items() if name not in ("dim", "stride")}
+        tensors.append([shape, [_extent_class(extent) for extent in tensor["dim"]], _stride_order(tensor["stride"])])
+    parts = [description.context, description.options, tensors, [{**node, "params": dict(node["params"])} for node in description.nodes]]
+    return repr(parts).encode()
+
+
+def _extent_class(extent: int) -> int:
+    """0 for an extent of one, else the largest power of two up to 16 that divides it."""
+    return 0 if extent == 1 else min(16, extent & -extent)
+
+
+def _stride_order(stride: list[int]) -> list[int]:
+    return sorted(range(len(stride)), key=lambda axis: (-stride[axis], axis))
+
+
 def decode(signature: bytes) -> Description:
     """The description that a signature stands for. Raises `ValueError` for bytes that are not one."""
     reader = Reader(signature)

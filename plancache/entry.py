@@ -29,6 +29,7 @@ MAX_BLOB_BYTES = 256 << 20
 """Bound on an unpacked plan: the largest seen is 0.2 MB; a Python engine's holds compiled kernels too."""
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)  # what other bytes can raise
+_MAX_TIME_S = 1e11  # the year 5138
 _LEVEL = 3  # zstd: 3.5 to 4 times smaller, and unpacks in 30 to 80 us
 
 
@@ -38,6 +39,27 @@ class Candidate(NamedTuple):
     name: str
     engine: int
     knobs: dict[str, int]
+
+
+class Trial(NamedTuple):
+    """What tuning learned of a candidate. `result`: won, tied, slower, pruned, failed, wrong, or skipped (never tried).
+
+    `time_us`: median GPU time of a run with a cold L2, in microseconds, between `low_us` and `high_us` with 95 percent
+    confidence, over `runs` runs; None where it was not timed. `rank`: its place in the heuristics' order.
+    """
+
+    name: str
+    engine: int
+    knobs: dict[str, int]
+    rank: int
+    build_s: float
+    workspace_size: int | None
+    time_us: float | None
+    low_us: float | None
+    high_us: float | None
+    runs: int
+    result: str
+    reason: str
 
 
 class Layout(NamedTuple):
@@ -70,7 +92,10 @@ class Built:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Entry(Built):
-    """A stored plan, and all that was learned when it was built. `proof`: `none` where nothing was run."""
+    """A stored plan, and all that was learned when it was built. `proof`: `none` where nothing was run.
+
+    `trials`: what tuning tried, fastest first; `conditions`: of the GPU while it did.
+    """
 
     key: PlanKey
     quality: Quality
@@ -78,6 +103,8 @@ class Entry(Built):
     provenance: Mapping[str, Any] = field(repr=False)
     proof: str = "none"
     tolerance: float | None = None
+    trials: tuple[Trial, ...] = field(default=(), repr=False)
+    conditions: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, built: Built, **more: Any) -> Entry:
@@ -146,7 +173,30 @@ def decode_facts(data: bytes) -> tuple[dict[str, Any], int]:
     facts["recipe"] = Candidate(*facts["recipe"])
     facts["candidates"] = tuple(Candidate(*candidate) for candidate in facts["candidates"])
     facts["behavior_notes"] = tuple(facts["behavior_notes"])
+    if "trials" in facts:
+        facts["trials"] = tuple(Trial(*trial) for trial in facts["trials"])
+    for name in facts.keys() - _KNOWN:  # of a later version, which adds only what can be left out
+        del facts[name]
     return facts, size
+
+
+_KNOWN = frozenset(f.name for f in fields(Entry))
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Raises one of `MALFORMED` for an entry's facts that are not of the types that are calculated with and shown."""
+    if not (
+        all(is_time(seconds) for seconds in (facts["created_at"], *facts["timings_s"].values()))
+        and type(facts["workspace_size"]) is int
+        and facts["quality"] in QUALITIES
+        and type(facts["recipe"][0]) is str
+    ):
+        raise ValueError("its facts are not of the types that were written")
+
+
+def is_time(value: object) -> bool:
+    """Whether a value is a number of seconds that calendars can hold."""
+    return type(value) in (int, float) and abs(value) < _MAX_TIME_S  # type: ignore[arg-type]
 
 
 def checksum(key: bytes, preimage: bytes, facts: bytes, payload: bytes) -> bytes:
@@ -172,6 +222,7 @@ def unpack(row: Row, key: PlanKey | None = None) -> Entry:
         if key.digest != row.key or join_preimages(key.preimages) != row.preimage:
             raise ValueError("it is stored under another key than its own")
         facts, size = decode_facts(row.facts)
+        check_facts(facts)
         return Entry(key=key, blob=_decompress(row.payload, size), **facts)
     except MALFORMED as error:
         raise CorruptEntryError(f"entry {name} cannot be read: {error}") from error

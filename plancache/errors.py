@@ -84,6 +84,18 @@ class StruckError(PlancacheError, RuntimeError):
         return type(self), (self.digest, self.reason)
 
 
+class ProofError(PlancacheError, RuntimeError):
+    """Tuning showed cuDNN's first choice wrong and found no right plan (`digest` names the key): nothing is kept."""
+
+    def __init__(self, digest: str, reason: str) -> None:
+        super().__init__(f"no right plan was found for {digest[:16]}, {reason}; report it to NVIDIA, and compute this graph another way")
+        self.digest = digest
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.digest, self.reason)
+
+
 class DeviceError(PlancacheError, RuntimeError):
     """There is no GPU to plan for, or the one named does not exist."""
 

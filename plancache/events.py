@@ -18,6 +18,8 @@ Kind = Literal["hit", "miss", "build", "uncacheable", "quarantine", "fault"]
 _log = logging.getLogger("plancache.cache")
 logging.getLogger("plancache").addHandler(logging.NullHandler())  # else a warning is printed twice where logging is not set up
 
+ALL_THE_SAME = "; plans are right all the same, this one is built or kept in memory only"
+
 
 def log_to_stderr(level: str) -> None:
     """Shows plancache's log from a level on, once a process."""
@@ -67,7 +69,7 @@ class Reporter:
         self.tell("fault", None, 0.0, f"{kind}: {error}")
         if self._strict:
             raise error
-        self.warn(kind, f"{error}; plans are right all the same, this one is built or kept in memory only")
+        self.warn(kind, f"{error}{ALL_THE_SAME}")
 
     def warn(self, kind: str, message: str) -> None:
         _log.warning(message)

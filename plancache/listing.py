@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from plancache.description import Description, decode
-from plancache.entry import MALFORMED, split_preimage
+from plancache.entry import MALFORMED, check_facts, is_time, split_preimage
 from plancache.errors import CorruptEntryError
 from plancache.key import PlanKey
 
@@ -27,7 +27,14 @@ class Listed:
     @classmethod
     def of(cls, preimage: bytes, facts: bytes, size_bytes: int, hits: int, last_used_at: float | None) -> Listed:
         try:
-            listed = cls(PlanKey(split_preimage(preimage)), json.loads(facts), size_bytes, hits, last_used_at)
+            listed = cls(
+                PlanKey(split_preimage(preimage)),
+                json.loads(facts),
+                size_bytes,
+                hits if type(hits) is int else 0,  # SQLite takes any type in any column
+                last_used_at if is_time(last_used_at) else None,
+            )
+            check_facts(listed.facts)
             listed.to_dict()
         except MALFORMED as error:
             raise CorruptEntryError(f"a stored entry cannot be read: {error}; it is built anew when it is asked for") from error

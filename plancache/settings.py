@@ -89,13 +89,14 @@ def default_directory() -> Path:
 class Settings:
     """How a cache behaves.
 
-    `directory`: holds the database and its locks. `mode`: `readwrite`, `readonly` (nothing is stored) or
-    `off` (memory only). `build`: what a miss does, `allow` builds, `forbid` raises `PlanNotFoundError`.
-    `strict`: cache faults raise `StoreError` in place of one warning and a miss. `lock_timeout_s`: seconds to
-    wait for another builder of the same key before one more build goes on. `bundles`: sealed files, looked up in
-    this order behind the directory. `max_bytes`: of stored plans; beyond it those go that save the least build seconds
-    per byte. `max_live_bytes`: of loaded plans in memory; the least recently used beyond it are let go of. `log`:
-    from which level on plancache's log goes to stderr; by default the program's own logging decides.
+    `directory`: holds the database and its locks. `mode`: `readwrite`, `readonly` (nothing is stored) or `off`
+    (memory only). `build`: what a miss does, `allow` builds, `forbid` raises `PlanNotFoundError`. `strict`: cache
+    faults raise `StoreError` in place of one warning and a miss. `lock_timeout_s`: seconds to wait for another
+    builder of the same key before one more build goes on. `bundles`: sealed files, looked up in this order behind the
+    directory. `max_bytes`: of stored plans; beyond it those go that save the least build seconds per byte, the newest
+    excepted, down to 90 percent of it; 0 is no limit. `max_live_bytes`: of loaded plans in memory; the least recently
+    used beyond it are let go of. `log`: from which level on plancache's log goes to stderr; by default the program's
+    own logging decides.
     """
 
     directory: Path = field(default_factory=default_directory)

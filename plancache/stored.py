@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from plancache.entry import Entry, split_preimage, unpack, usable
+from plancache.entry import Entry, Row, split_preimage, unpack, usable
 from plancache.environment import Device, Libraries
 from plancache.errors import CorruptEntryError, DeviceError, StoreError
 from plancache.events import Event, Reporter
@@ -21,8 +22,17 @@ from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
     from plancache.listing import Listed
-    from plancache.store.database import Verdict
+    from plancache.store import database
+    from plancache.store.database import Database, Verdict
     from plancache.store.retention import Removal, Removed, Stored
+
+
+class Shelf(NamedTuple):
+    """One file of stored entries, oldest first. `level`: `local` or `sealed`."""
+
+    level: str
+    path: Path
+    entries: tuple[Listed, ...]
 
 
 class Finding(NamedTuple):
@@ -31,6 +41,7 @@ class Finding(NamedTuple):
     level: str
     key: bytes
     problem: str
+    path: Path
 
 
 class StoredPlans:
@@ -50,15 +61,20 @@ class StoredPlans:
 
         A row that cannot be read is left out, with a warning.
         """
+        return [listed for shelf in self.shelves() for listed in shelf.entries]
+
+    def shelves(self) -> list[Shelf]:
+        """What is stored, as `entries` has it, file by file in the order of look-up."""
+        return [Shelf(level, path, tuple(self._listed(rows))) for level, path, rows in self._levels.listings()]
+
+    def _listed(self, rows: Iterable[database.Listed]) -> Iterator[Listed]:
         from plancache.listing import Listed
 
-        listed = []
-        for row in self._levels.listing():
+        for row in rows:
             try:
-                listed.append(Listed.of(*row[1:]))
+                yield Listed.of(*row[1:])
             except CorruptEntryError as error:
                 self._report.fault("corrupt", error)
-        return listed
 
     def entry(self, digest: str | PlanKey) -> Entry:
         """The stored entry of a key, or whose key starts with these hex digits, checked. Raises `LookupError` for none or several."""
@@ -72,31 +88,36 @@ class StoredPlans:
             raise LookupError(f"{count} stored entries have a key that starts with {digest!r}; 'plancache ls' lists them")
         return unpack(row)
 
-    def verify(self, *, load: bool = False) -> list[Finding]:
+    def verify(self, *, load: bool = False, on_entry: Callable[[], object] = lambda: None) -> list[Finding]:
         """What is wrong with what is stored, sealed files included: checksums, sizes, keys, pages. Nothing is changed.
 
-        `load`: those that may run on this device are loaded as well.
+        `load`: those that may run on this device are loaded as well. `on_entry`: called after each, to show how far it is.
         """
         target = self._targets.current() if load else None
-        return list(_verify(self._levels, None if target is None else partial(_try, target)))
+        findings = _verify(self._levels, None if target is None else partial(_try, target), on_entry)
+        return list(dict.fromkeys(findings))  # of a file that is no database each way to read it says so
 
     def remove(self, *digests: str | PlanKey, force: bool = False, dry_run: bool = False) -> Removed:
         """Takes entries out of the local store, by key or the beginning of its hex digits. Raises `LookupError` for none.
 
         Those in use here or in flight anywhere are skipped unless forced.
         """
+        return self.take_out(self.to_remove(*digests), force=force, dry_run=dry_run)
+
+    def to_remove(self, *digests: str | PlanKey) -> Removal:
+        """What `remove` would take out, to be shown before `take_out`. Raises `LookupError`."""
         from plancache.store.retention import Removal
 
         stored = self._scan()
         chosen = []
         for digest in digests:
             text = digest.hex if isinstance(digest, PlanKey) else digest.lower()
-            found = [one for one in stored if text and one.key.hex().startswith(text)]
+            found = [one for one in stored if text and _is_key(one.key) and one.key.hex().startswith(text)]
             if len(found) != 1:
                 raise LookupError(f"{len(found) or 'no'} stored entries have a key that starts with {text!r}; 'plancache ls' lists them")
             chosen += found
         kept = sum(one.size_bytes for one in stored) - sum(one.size_bytes for one in set(chosen))
-        return self._take_out(Removal(tuple(dict.fromkeys(chosen)), kept), force=force, dry_run=dry_run)
+        return Removal(tuple(dict.fromkeys(chosen)), kept)
 
     def prune(
         self,
@@ -114,9 +135,24 @@ class StoredPlans:
 
         Entries in use here or in flight anywhere are skipped unless forced. Space is given back to the file system.
         """
+        removal = self.to_prune(
+            max_bytes=max_bytes, older_than_s=older_than_s, unused_since_s=unused_since_s, stale=stale, everything=everything
+        )
+        return self.take_out(removal, force=force, dry_run=dry_run)
+
+    def to_prune(
+        self,
+        *,
+        max_bytes: int | None = None,
+        older_than_s: float | None = None,
+        unused_since_s: float | None = None,
+        stale: bool = False,
+        everything: bool = False,
+    ) -> Removal:
+        """What `prune` would take out, to be shown before `take_out`."""
         from plancache.store.retention import choose
 
-        removal = choose(
+        return choose(
             self._scan(),
             max_bytes=max_bytes,
             older_than_s=older_than_s,
@@ -125,7 +161,11 @@ class StoredPlans:
             everything=everything,
             now=time.time(),
         )
-        return self._take_out(removal, force=force, dry_run=dry_run)
+
+    @property
+    def has_local_store(self) -> bool:
+        """Whether there is a local store, which entries can be taken out of; else a warning has said why not."""
+        return self._levels.local is not None
 
     def _scan(self) -> tuple[Stored, ...]:
         from plancache.store.retention import scan
@@ -139,13 +179,14 @@ class StoredPlans:
             place = None
         return partial(_is_stale, Place.of_libraries(Libraries.loaded()), place)
 
-    def _take_out(self, removal: Removal, *, force: bool, dry_run: bool) -> Removed:
-        from plancache.store.retention import Removed, remove
+    def take_out(self, removal: Removal, *, force: bool = False, dry_run: bool = False) -> Removed:
+        """Removes what was chosen before; rows that were replaced since then stay. Skips as `remove` does. Raises `StoreError`."""
+        from plancache.store.retention import Removed, never, remove
 
         if dry_run or not removal.chosen or self._levels.local is None:
             return Removed.foretold(removal)
         flight = self._single_flight()
-        skip = (lambda _: False) if force else lambda key: self._plans.holds(key) or flight.busy(key)
+        skip = never if force else lambda key: _is_key(key) and (self._plans.holds(key) or flight.busy(key))
         removed = remove(self._levels.local, removal, skip=skip)
         for one in removed.entries:
             self._plans.drop(one.key)
@@ -157,7 +198,25 @@ class StoredPlans:
 
     def lift(self, verdicts: Iterable[Verdict]) -> int:
         """Forgets verdicts, and returns how many there were: what they are about is tried again. Raises `StoreError`."""
-        return self._levels.local.lift(list(verdicts)) if self._levels.local is not None else 0
+        chosen = list(verdicts)
+        return self._levels.local.lift(chosen) if chosen and self._levels.local is not None else 0
+
+    def damaged_bytes(self) -> int | None:
+        """The size of the damaged file that was put aside, or None."""
+        return self._levels.local.aside_bytes() if self._levels.local is not None else None
+
+    def discard_damaged(self) -> int:
+        """Removes the damaged file that was put aside; returns the bytes freed. Raises `StoreError`."""
+        return self._levels.local.discard_aside() if self._levels.local is not None else 0
+
+    def upgrade(self) -> tuple[str, str] | None:
+        """Brings the database to this version's schema; returns the revisions before and after, or None where there is none yet.
+
+        A file of a later version that this one may read stays as it is. Raises `StoreError`.
+        """
+        local = self._levels.local
+        before = None if local is None else local.revision()
+        return None if local is None or before is None else (before, local.upgrade())
 
     def _single_flight(self) -> SingleFlight:
         with self._guard:
@@ -167,21 +226,36 @@ class StoredPlans:
             return self._flight
 
 
-def _verify(levels: Levels, load: Callable[[Entry], str | None] | None) -> Iterator[Finding]:
+def _verify(levels: Levels, load: Callable[[Entry], str | None] | None, on_entry: Callable[[], object]) -> Iterator[Finding]:
     if levels.local is not None:
-        yield from (Finding("local", b"", problem) for problem in levels.local.damage())
-    for level, key, row in levels.all_rows():
-        if isinstance(row, StoreError):
-            yield Finding(level, key, str(row))
-            continue
-        try:
-            entry = unpack(row)
-        except CorruptEntryError as error:
-            yield Finding(level, key, str(error))
-            continue
-        problem = load(entry) if load else None
+        problems = _damage(levels.local)
+        yield from (Finding("local", b"", problem, levels.local.path) for problem in problems)
+    for level, store, key, row in levels.all_rows():
+        problem = str(row) if isinstance(row, StoreError) else _problem(row, load)
         if problem:
-            yield Finding(level, key, problem)
+            yield Finding(level, key, problem, store)
+        if key:
+            on_entry()
+
+
+def _is_key(key: object) -> bool:
+    """Whether it can be one: SQLite takes any type in any column."""
+    return isinstance(key, bytes) and key != b""
+
+
+def _damage(database: Database) -> list[str]:
+    try:
+        return database.damage()
+    except StoreError as error:
+        return [str(error)]
+
+
+def _problem(row: Row, load: Callable[[Entry], str | None] | None) -> str | None:
+    try:
+        entry = unpack(row)
+    except CorruptEntryError as error:
+        return str(error)
+    return load(entry) if load else None
 
 
 def _try(target: DeviceTarget, entry: Entry) -> str | None:

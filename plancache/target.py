@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from plancache.environment import Device, current_ordinal, variables_of_this_process
@@ -12,6 +12,7 @@ from plancache.key import Place
 if TYPE_CHECKING:
     from plancache.backend import CudnnBackend
     from plancache.compiler import Compiler
+    from plancache.workbench import Builders
 
 
 class DeviceTarget:
@@ -25,13 +26,27 @@ class DeviceTarget:
         self.place = Place.of(device, self.backend.libraries)
         self.unknown = self.backend.libraries.unknown
         self.variables = variables_of_this_process()
+        self._builders: tuple[tuple[dict[str, str], int | None], Builders] | None = None
         self.builder: CudnnBackend | Compiler = self.backend
         if device.is_file:
             from plancache.compiler import Compiler
 
             self.builder = Compiler(device, b"" if self.unknown else self.place.cudnn)
 
+    def builders(self, variables: Mapping[str, str], jobs: int | None) -> Builders:
+        """The child processes that compile candidates for this device; they stay until `close`."""
+        from plancache.workbench import Builders
+
+        asked = dict(variables), jobs
+        if self._builders is None or self._builders[0] != asked:
+            if self._builders is not None:
+                self._builders[1].close()
+            self._builders = asked, Builders(self, variables, jobs)
+        return self._builders[1]
+
     def close(self) -> None:
+        if self._builders is not None:
+            self._builders[1].close()
         self.builder.close()
         self.backend.close()
 

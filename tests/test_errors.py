@@ -26,7 +26,12 @@ EXPECTED = {
     "LibraryError": ImportError,
     "CompilerError": RuntimeError,
     "StoreError": OSError,
+    "DamagedStoreError": OSError,
+    "SealedError": OSError,
     "CorruptEntryError": OSError,
+    "CaptureError": RuntimeError,
+    "StruckError": RuntimeError,
+    "ProofError": RuntimeError,
 }
 
 

@@ -6,8 +6,10 @@ Exit codes: 0 done, 1 found problems or failed, 2 wrong usage, 130 interrupted, 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -17,13 +19,26 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from plancache import __version__
-from plancache.cli import doctor, ls, show, warm
+from plancache.cli import doctor, ls, prune, rm, seal, show, stats, upgrade, verify, warm
 from plancache.cli.command import UsageError
-from plancache.errors import PlancacheError, PlancacheWarning
+from plancache.errors import DamagedStoreError, PlancacheError, PlancacheWarning
+from plancache.events import ALL_THE_SAME
 
 __all__ = ["main"]
 
-COMMANDS = (ls.COMMAND, show.COMMAND, warm.COMMAND, doctor.COMMAND)
+COMMANDS = (
+    ls.COMMAND,
+    show.COMMAND,
+    stats.COMMAND,
+    verify.COMMAND,
+    warm.COMMAND,
+    rm.COMMAND,
+    prune.COMMAND,
+    prune.PURGE,
+    seal.COMMAND,
+    upgrade.COMMAND,
+    doctor.COMMAND,
+)
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 UNREAD = 141  # 128 + SIGPIPE
@@ -67,7 +82,8 @@ def _run(argv: Sequence[str] | None) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    cure = "; 'plancache verify' says what becomes of it" if isinstance(error, DamagedStoreError) else ""
+    return (" ".join(str(error).split()) or type(error).__name__) + cure
 
 
 @contextmanager
@@ -76,6 +92,7 @@ def _messages() -> Iterator[None]:
     said: set[str] = set()
 
     def say(message: str) -> None:
+        message = message.removesuffix(ALL_THE_SAME)  # there is no "this one" here
         if message not in said:
             said.add(message)
             print(f"plancache: warning: {message}", file=sys.stderr)
@@ -95,6 +112,7 @@ def _messages() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             others, warnings.showwarning = warnings.showwarning, show_warning
+            warnings.simplefilter("always", PlancacheWarning)  # PYTHONWARNINGS neither hides them nor makes errors of them
             yield
     finally:
         logger.removeHandler(handler)
@@ -105,6 +123,12 @@ def _messages() -> Iterator[None]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        mistyped = re.match(r"argument (?:COMMAND|--verdicts): invalid choice: '(.*?)' \(choose from (.*)\)$", message)
+        if mistyped:
+            word, choices = mistyped[1], re.findall(r"[\w-]+", mistyped[2])
+            near = difflib.get_close_matches(word, choices, 1)
+            cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(choices)}"
+            message = f"there is no {'command' if 'COMMAND' in message else 'kind of verdict'} {word!r}: {cure}"
         self.exit(2, f"plancache: error: {message}; '{self.prog} --help' shows how it is used\n")
 
 

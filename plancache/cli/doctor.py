@@ -27,7 +27,7 @@ def _run(args: argparse.Namespace) -> int:
     machine.look_at_versions(report, libraries)
     machine.look_at_libraries(report, libraries)
     machine.look_at_device(report, libraries, args.device_ordinal)
-    machine.look_at_building(report)
+    machine.look_at_building(report, libraries)
     wrong = None
     try:
         place.look_at_store(report, settings_of(args))

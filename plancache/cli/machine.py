@@ -15,6 +15,7 @@ from plancache import __version__
 from plancache.cli.libraries import places, search
 from plancache.cli.report import Report
 from plancache.cli.tables import cuda_version, size
+from plancache.cli.target import SHIPPED, shipped_devices
 from plancache.environment import FRONTENDS, Device, Libraries, build_id, loaded_or_near, mapped_libraries, version_text
 from plancache.errors import CompilerError, DeviceError, LibraryError
 
@@ -151,11 +152,25 @@ def _look_at_description(report: Report, device: Device) -> None:
         report.fact("memory_bytes", memory, "unknown" if memory is None else size(memory))
 
 
-def look_at_building(report: Report) -> None:
+def _look_at_shipped(report: Report, libraries: Libraries | Exception) -> None:
+    """A device file serves the cuDNN that it comes from."""
+    for name in shipped_devices():
+        version = Device.from_file(SHIPPED / f"{name}.json").cudnn_version
+        text = "unknown" if version is None else version_text(version)
+        report.fact(f"device file {name}", version, f"of cuDNN {text}")
+        if isinstance(libraries, Libraries) and version not in (None, libraries.cudnn_version):
+            report.note(
+                f"device file {name} comes from cuDNN {text}, and {version_text(libraries.cudnn_version)} is loaded: for that GPU write "
+                "another one where it is, with this cuDNN: plancache doctor --write-device FILE"
+            )
+
+
+def look_at_building(report: Report, libraries: Libraries | Exception) -> None:
     """Can plans be built for a device file here? Tries it where it takes a compiler."""
     from plancache.compiler import c_compiler, compile_stub
 
     report.section("building without a GPU")
+    _look_at_shipped(report, libraries)
     driver = driver_library()
     if driver:
         report.fact("possible", True, f"yes, with the driver's library {driver}")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 import stat
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plancache.cli.command import source_of
 from plancache.cli.report import Report
-from plancache.cli.tables import size
+from plancache.cli.tables import count, size
 from plancache.environment import result_changing_variables
 from plancache.errors import DamagedStoreError, StoreError
 from plancache.settings import VARIABLES as SETTINGS
 from plancache.settings import Settings
 from plancache.store.place import NAME_ANOTHER, Standing, distrust, examine, user_name
+
+if TYPE_CHECKING:
+    from plancache.store.database import Database
 
 
 def look_at_store(report: Report, settings: Settings) -> None:
@@ -26,6 +32,8 @@ def look_at_store(report: Report, settings: Settings) -> None:
     _look_at_standing(report, settings, standing)
     if standing.exists and standing.problem is None:
         _look_at_database(report, settings)
+    for bundle in settings.bundles:
+        _look_at_sealed(report, f"bundle {bundle.name}", bundle)
     mount = standing.mount
     report.fact("network_file_system", mount and mount.kind, f"{mount.kind}, mounted at {mount.point}" if mount else "no")
     if mount:
@@ -58,21 +66,54 @@ def _look_at_database(report: Report, settings: Settings) -> None:
     bytes_used = sum(file.stat().st_size for file in settings.directory.glob(f"{file.name}*"))
     report.fact("database", str(file) if bytes_used else None, file.name if bytes_used else "none yet")
     report.fact("bytes", bytes_used, size(bytes_used))
+    if is_sealed(file):
+        _look_at_sealed(report, "sealed", file)
+        if settings.mode == "readwrite":
+            report.note(f"{file} is sealed: what is built stays in memory; to store there: plancache seal --undo")
+        return
     database = Database(file, lock_timeout_s=settings.lock_timeout_s)
     try:
-        problem = distrust(file, sealed=is_sealed(file)) if file.exists() else None
+        problem = distrust(file) if file.exists() else None
         if problem is not None:
             report.problem(problem)
             return
         revision = database.revision()
         report.fact("revision", revision, revision or "none")
         report.fact("entries", sum(1 for _ in database.listing()))
+        _look_beside(report, database)
     except DamagedStoreError as error:
         report.problem(f"the database cannot be read: {error}; move it away, and plans are built anew: mv {file} /tmp/")
     except StoreError as error:
         report.problem(f"the database cannot be read: {error}")
     finally:
         database.close()
+
+
+def _look_beside(report: Report, database: Database) -> None:
+    verdicts = Counter(verdict.kind for verdict in database.verdicts())
+    told = ", ".join(f"{number} {kind}" for kind, number in verdicts.items())
+    report.fact("verdicts", dict(verdicts), f"{told} ('plancache ls --verdicts' says why)" if told else "none")
+    damaged_bytes = database.aside_bytes()
+    if damaged_bytes is not None:
+        wish = f"once nobody wants to look at it: rm {database.path}.damaged*"
+        report.note(f"a damaged database was put aside, {size(damaged_bytes)}; {wish}")
+
+
+def _look_at_sealed(report: Report, name: str, file: Path) -> None:
+    """Opens it as look-ups do: what they refuse is a problem."""
+    from plancache.store.sealed import SealedFile
+
+    try:
+        sealed = SealedFile(file)
+        try:
+            entries = sum(1 for _ in sealed.listing())
+        finally:
+            sealed.close()
+    except StoreError as error:
+        report.fact(name, {"path": str(file), "entries": None}, f"{file}, cannot be used")
+        report.problem(f"{name}: {error}")
+    else:
+        report.fact(name, {"path": str(file), "entries": entries}, f"{count(entries, 'plan')}, {file}")
 
 
 def look_at_variables(report: Report, settings_error: Exception | None) -> None:

@@ -8,7 +8,7 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from plancache.cli.command import Command, nothing_stored, print_json, settings_of
+from plancache.cli.command import Command, nothing_stored, print_json, settings_to_look
 from plancache.cli.graph import operations, print_graph, tensors
 from plancache.cli.tables import count, cuda_version, duration, milliseconds, pairs, shorten, size, table
 from plancache.environment import version_text
@@ -32,13 +32,15 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from plancache.cache import PlanCache
 
-    settings = settings_of(args)
+    settings = settings_to_look(args)
     with PlanCache(settings=settings) as cache:
         entries = cache.entries()
         if not entries:
             raise LookupError(f"{nothing_stored(settings)}; --cache-dir names another directory")
         entry = cache.entry(args.key)
-        listed = next(listed for listed in entries if listed.key.digest == entry.key.digest)
+        listed = next((listed for listed in entries if listed.key.digest == entry.key.digest), None)
+    if listed is None:
+        raise LookupError(f"plan {entry.key.hex[:16]} is stored under a key that is not its own; 'plancache verify' says more")
     if args.json:
         print_json(_facts(entry, listed))
     else:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Sequence
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal that stdout is; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None, shrink: int = 0, indent: str = "") -> str:
@@ -61,6 +68,13 @@ def duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def span(seconds: float) -> str:
+    """A sum of short times: `830 ms`, `12.4 s`, `3 h`."""
+    if seconds < 1:
+        return f"{milliseconds(seconds)} ms" if seconds else "0 s"
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
 
 
 def cuda_version(number: int) -> str:

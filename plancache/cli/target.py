@@ -1,4 +1,4 @@
-"""A `package.module:function` named on the command line, and the graphs it yields."""
+"""What a command line names: a `package.module:function` and the graphs it yields, a device file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from plancache.cli.command import UsageError
+
+SHIPPED = Path(__file__).parents[1] / "devices"
+_CLOSE = 0.8  # h300 is another GPU; h20 and H200 are slips
 
 _FORM = "package.module:function, such as plancache.graphs:examples"
 
@@ -31,6 +34,21 @@ def load(target: str) -> Callable[[], Any]:
     if not callable(function):
         raise UsageError(f"{target} is of type {type(function).__name__}, not a function: give one that yields graphs")
     return function  # type: ignore[no-any-return]  # any callable
+
+
+def shipped_devices() -> list[str]:
+    """The names of the device files that the package ships."""
+    return sorted(file.stem for file in SHIPPED.glob("*.json"))
+
+
+def refuse_slip(device: str) -> None:
+    """Raises `UsageError` for the name of a shipped device file, mistyped."""
+    shipped = shipped_devices()
+    if "/" in device or "." in device or device in shipped or Path(device).exists():
+        return
+    near = difflib.get_close_matches(device.lower(), shipped, 1, _CLOSE)
+    if near:
+        raise UsageError(f"there is no device file {device!r}: did you mean {near[0]}, which the package ships?")
 
 
 def _import(name: str) -> Any:

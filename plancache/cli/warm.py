@@ -12,13 +12,14 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from plancache.cli.command import Command, print_json, settings_of, source_of
+from plancache.cli.command import Command, UsageError, print_json, settings_of, source_of
 from plancache.cli.tables import count, engine, milliseconds
-from plancache.cli.target import graphs_of, load
+from plancache.cli.target import graphs_of, load, refuse_slip
 
 if TYPE_CHECKING:
     from plancache.cache import PlanCache
     from plancache.environment import Device
+    from plancache.settings import Settings
 
 _log = logging.getLogger("plancache.cli")
 
@@ -46,14 +47,12 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings, started = settings_of(args), time.perf_counter()
+    settings, started = _settings(args), time.perf_counter()
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # progress, and what the function prints, is not JSON
         function = load(args.target)
         device = _device(args.device)
         from plancache.cache import PlanCache
 
-        if settings.mode != "readwrite":
-            _log.warning("the cache is %s (%s): what is built is not kept", settings.mode, source_of(settings, "mode"))
         with PlanCache(settings=settings, device=device if device.is_file else None) as cache:
             outcomes = _print_all(_plan_all(cache, graphs_of(args.target, function)))
             unkept = sum(outcome.origin == "built" for outcome in outcomes) - cache.statistics().stored
@@ -67,6 +66,19 @@ def _run(args: argparse.Namespace) -> int:
             f"\n{count(len(outcomes), 'graph')} for {device.model} in {time.perf_counter() - started:.1f} s: {what}; {settings.directory}"
         )
     return 1 if failed or unkept else 0
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """The settings, said where they keep warming from bringing anything. Raises `UsageError` where builds are barred."""
+    settings = settings_of(args)
+    if settings.build == "forbid":
+        source = source_of(settings, "build")
+        cure = f"unset it for this command: env -u {source} plancache warm {args.target}"
+        raise UsageError(f"builds are barred ({source}=forbid), and warming is building; {cure}")
+    if settings.mode != "readwrite":
+        looked_up = ", nor is anything looked up" if settings.mode == "off" else ""
+        _log.warning("the cache is %s (%s): what is built is not kept%s", settings.mode, source_of(settings, "mode"), looked_up)
+    return settings
 
 
 def _print_all(outcomes: Iterator[_Outcome]) -> list[_Outcome]:
@@ -88,7 +100,10 @@ def _device(name: str | None) -> Device:
     from plancache.environment import Device, load_frontend
 
     load_frontend()  # what is missing is told before the function runs
-    return Device.current() if name is None else Device.from_file(name)
+    if name is None:
+        return Device.current()
+    refuse_slip(name)
+    return Device.from_file(name)
 
 
 def _plan_all(cache: PlanCache, items: Iterator[Any]) -> Iterator[_Outcome]:

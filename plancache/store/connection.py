@@ -31,9 +31,14 @@ def connect(path: Path, options: str, *, busy_timeout_s: float) -> sqlite3.Conne
     address = f"file:{quote(str(path))}?{options}"
     connection = sqlite3.connect(address, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_ROW_BYTES)  # a lying row cannot ask for gigabytes
+    connection.text_factory = _text
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     return connection
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")  # a text that is none is a wrong value of one row, not an error of the statement
 
 
 def revision_of(connection: sqlite3.Connection) -> str | None:

@@ -34,8 +34,11 @@ _VERDICT = "SELECT verdicts.kind, verdicts.key, verdicts.checksum, verdicts.reas
 SELECT_VERDICTS = f"{_VERDICT} ORDER BY verdicts.created_at, verdicts.kind, verdicts.key"
 SELECT_VERDICTS_OF = f"{_VERDICT} WHERE verdicts.key = ?"
 
+_JOURNALS = ("-wal", "-shm")
+_VERDICT_TYPES = (str, bytes, bytes, str, int, float)  # SQLite takes any type in any column; others are not believed
 _BUSY_TIMEOUT_S = 30.0
 _MIGRATION = threading.Lock()  # Alembic's context is a module global: one upgrade at a time in a process
+os.register_at_fork(after_in_child=_MIGRATION._at_fork_reinit)  # type: ignore[attr-defined]  # whoever holds it is not in the child
 
 
 class Listed(NamedTuple):
@@ -105,7 +108,7 @@ class Database:
                 return []
             try:
                 rows = connection.execute(SELECT_VERDICTS) if key is None else connection.execute(SELECT_VERDICTS_OF, (key,))
-                return [Verdict(*row) for row in rows]
+                return [Verdict(*row) for row in rows if tuple(map(type, row)) == _VERDICT_TYPES]
             except sqlite3.OperationalError as error:
                 if "no such table" in str(error):
                     return []
@@ -228,7 +231,7 @@ class Database:
 
         One is kept: an older one goes. None where another process did it already. Raises `StoreError`.
         """
-        aside = self.path.with_name(f"{self.path.name}.damaged")
+        aside = self._aside
         opened = getattr(getattr(self._local, "reader", None), "file", None)
         with faults(self.path), self._write_lock():
             found = identity(self.path)
@@ -236,11 +239,34 @@ class Database:
                 self._forget_reader()
                 return None
             size = self.path.stat().st_size
-            for suffix in ("-wal", "-shm", ""):  # SQLite does not remove a WAL beside a file that has moved
+            for suffix in (*_JOURNALS, ""):  # SQLite does not remove a WAL beside a file that has moved
                 with suppress(FileNotFoundError):
                     self.path.with_name(self.path.name + suffix).replace(aside.with_name(aside.name + suffix))
         self._forget_reader()
         return aside, size
+
+    @property
+    def _aside(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.damaged")
+
+    def aside_bytes(self) -> int | None:
+        """The size of the damaged file that was put out of the way, its journal included; None where there is none."""
+        try:
+            sizes = [file.stat().st_size for file in (self._aside, *map(self._beside_aside, _JOURNALS)) if file.exists()]
+        except OSError:  # removed meanwhile
+            return None
+        return sum(sizes) if sizes else None
+
+    def discard_aside(self) -> int:
+        """Removes the damaged file that was put out of the way; returns the bytes freed. Raises `StoreError`."""
+        with faults(self.path), self._write_lock():
+            size = self.aside_bytes() or 0
+            for file in (*map(self._beside_aside, _JOURNALS), self._aside):
+                file.unlink(missing_ok=True)
+        return size
+
+    def _beside_aside(self, suffix: str) -> Path:
+        return self._aside.with_name(self._aside.name + suffix)
 
     def _forget_reader(self) -> None:
         reader: Reader | None = getattr(self._local, "reader", None)

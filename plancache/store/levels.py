@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from plancache.entry import Entry, Row
-from plancache.errors import DamagedStoreError, SealedError, StoreError
+from plancache.errors import CorruptEntryError, DamagedStoreError, SealedError, StoreError
 from plancache.marks import Casualty, Marks, Phase
 from plancache.settings import Settings, make_private
 from plancache.store.database import Database, Listed, Verdict
@@ -42,8 +42,10 @@ class Levels:
         self._warn = warn
         self._local: Database | None = None
         self._sealed: list[SealedFile] = []
-        self._banned: set[tuple[bytes, bytes]] = set()  # rows that are not used, by key and checksum
+        self._banned: dict[tuple[bytes, bytes], str | None] = {}  # why rows are not loaded, until that was said; by key and checksum
+        self._corrupt: set[Row] = set()  # whole rows, since a good copy elsewhere has the same key and checksum
         self._condemned: dict[bytes, bytes] = {}  # local rows that a new build replaces, by key
+        self._failed = False  # the local store could not be opened: it is asked no more
         self._mount: Mount | None = None
         self._marks: Marks | None = None
         self._opened = False
@@ -96,21 +98,32 @@ class Levels:
         try:
             if self._settings.mode == "readwrite":
                 self._marks = Marks(self._settings.directory / "marks")
-                self._marks.casualties(lambda casualty: _strike(database, casualty))
+                self._count_casualties(database, self._marks)
             for verdict in database.verdicts():
-                if verdict.kind == "quarantined" or (verdict.kind == "struck" and verdict.checksum and verdict.count >= STRIKES):
-                    self._banned.add((verdict.key, verdict.checksum))
+                if verdict.kind == "quarantined" and verdict.reason.startswith("load:"):  # other bytes have the checksum to tell
+                    self._banned[verdict.key, verdict.checksum] = None
+                elif verdict.kind == "struck" and verdict.checksum and verdict.count >= STRIKES:
+                    self._banned[verdict.key, verdict.checksum] = f"{verdict.count} processes ended while they loaded it ({verdict.reason})"
         except SealedError:
             database.close()
             self._open_sealed(file)
             return
         except StoreError as error:
             if not self._mended(database, error):
+                self._failed = True
                 self._on_fault("read", error)
         if self._trusts(file):  # once more, now that it is open
             self._local = database
         else:
             database.close()
+
+    def _count_casualties(self, database: Database, marks: Marks) -> None:
+        try:
+            marks.casualties(lambda casualty: _strike(database, casualty))
+        except (DamagedStoreError, SealedError):
+            raise
+        except StoreError as error:  # they stay for the next look, and a hit needs no write
+            _log.info("marks of dead processes were not counted: %s", error)
 
     def _trusts(self, file: Path) -> bool:
         problem = distrust(file) if file.exists() else None
@@ -164,6 +177,8 @@ class Levels:
         """The rows under a key that are not known to be bad, in the order of levels."""
         self._open()
         for level, store in self._stores():
+            if level == "local" and self._failed:
+                continue
             try:
                 row = store.get(key)
             except StoreError as error:
@@ -174,9 +189,15 @@ class Levels:
                 continue
             found = Found(level, row)
             if (key, row.checksum) in self._banned:
-                self.ban(found)
-            else:
+                self._skip(found)
+            elif not self._corrupt or row not in self._corrupt:
                 yield found
+
+    def _skip(self, found: Found) -> None:
+        reason = self._banned.get((found.row.key, found.row.checksum))
+        self.ban(found)
+        if reason:
+            self._warn("struck", f"{found.level} plan {found.row.key.hex()[:16]} is skipped: {reason}; it is built anew")
 
     def _stores(self) -> Iterator[tuple[str, Database | SealedFile]]:
         if self._local is not None:
@@ -186,27 +207,39 @@ class Levels:
 
     def listing(self) -> Iterator[Listed]:
         """All rows without their payloads, level by level. Raises `StoreError`."""
-        self._open()
-        for _, store in self._stores():
-            yield from store.listing()
+        for _, _, rows in self.listings():
+            yield from rows
 
-    def all_rows(self) -> Iterator[tuple[str, bytes, Row | StoreError]]:
-        """Every row of every level with its key, known to be bad or not; an error where one cannot be read."""
+    def listings(self) -> Iterator[tuple[str, Path, Iterator[Listed]]]:
+        """The levels in the order of look-up, each with its file and rows."""
+        self._open()
+        for level, store in self._stores():
+            yield level, store.path, self._keyed(store)
+
+    def _keyed(self, store: Database | SealedFile) -> Iterator[Listed]:
+        for row in store.listing():
+            if isinstance(row.key, bytes):
+                yield row
+            else:  # SQLite takes any type in any column
+                self._on_fault("corrupt", CorruptEntryError(f"{store.path}: a row whose key is {row.key!r} is left out"))
+
+    def all_rows(self) -> Iterator[tuple[str, Path, bytes, Row | StoreError]]:
+        """Every row of every level with its file and key, known to be bad or not; an error where one cannot be read."""
         self._open()
         for level, store in self._stores():
             try:
                 keys = [listed.key for listed in store.listing()]
             except StoreError as error:
-                yield level, b"", error
+                yield level, store.path, b"", error
                 continue
             for key in keys:
                 try:
                     row = store.get(key)
                 except StoreError as error:
-                    yield level, key, error
+                    yield level, store.path, key, error
                     continue
                 if row is not None:
-                    yield level, key, row
+                    yield level, store.path, key, row
 
     def put(self, entry: Entry, *, replace_equal: bool) -> bool:
         """Stores an entry; False where there is no place for it. Raises `StoreError`."""
@@ -221,10 +254,25 @@ class Levels:
                 raise
             database.put(entry)
         self._condemned.pop(digest, None)
+        self._retain(database, digest)
         return True
 
+    def _retain(self, database: Database, newest: bytes) -> None:
+        """Keeps the file to its limit after a put, which is done whatever happens here."""
+        from plancache.store.retention import retain
+
+        if not self._settings.max_bytes:
+            return
+        try:
+            removed = retain(database, self._settings.max_bytes, keep=newest)
+        except StoreError as error:
+            _log.warning("what is stored could not be kept to its limit: %s", error)
+            return
+        if removed is not None:
+            _log.info("%d plans removed, %d bytes, to keep to %d", len(removed.entries), removed.freed_bytes, self._settings.max_bytes)
+
     def _writable(self) -> Database | None:
-        return self.local if self._settings.mode == "readwrite" else None
+        return self.local if self._settings.mode == "readwrite" and not self._failed else None
 
     def count_uses(self, hits: Mapping[bytes, int]) -> None:
         """Adds to the use counters of the local store. Raises `StoreError`."""
@@ -239,25 +287,51 @@ class Levels:
         return nullcontext() if self._marks is None else self._marks.under_way(key, phase, checksum)
 
     def ban(self, found: Found) -> None:
-        """Looks at a row no more in this process; a new build replaces it."""
+        """Looks at a row, or a copy of it, no more in this process; a new build replaces it."""
         key, checksum = found.row.key, found.row.checksum
-        self._banned.add((key, checksum))
-        if found.level == "local":
-            self._condemned[key] = checksum
+        self._banned[key, checksum] = None
+        self._condemn(found)
+
+    def ban_corrupt(self, found: Found) -> None:
+        """Looks at a row that is not what its checksum says no more in this process; a new build replaces it."""
+        self._corrupt.add(found.row)
+        self._condemn(found)
+
+    def _condemn(self, found: Found) -> None:
+        if found.level == "local" and isinstance(found.row.checksum, bytes):  # one of another type gives way by itself
+            self._condemned[found.row.key] = found.row.checksum
 
     def verdicts(self, key: bytes) -> list[Verdict]:
         """What the local store knows of a key now; nothing where it cannot be read."""
         database = self.local
         try:
-            return database.verdicts(key) if database is not None else []
+            return database.verdicts(key) if database is not None and not self._failed else []
         except StoreError as error:
             _log.debug("no verdicts: %s", error)
             return []
 
+    def denials(self) -> dict[bytes, str]:
+        """What was shown wrong, by the digest that `tuner.denial` makes, with the reason."""
+        database = self.local
+        try:
+            return {verdict.key: verdict.reason for verdict in database.verdicts() if verdict.kind == "denied"} if database else {}
+        except StoreError as error:
+            _log.debug("no denials: %s", error)
+            return {}
+
+    def forget(self, key: bytes) -> None:
+        """Takes a key's entry out of the local store: it was shown wrong."""
+        from plancache.store.retention import Removal, remove, scan
+
+        database = self._writable()
+        if database is not None:
+            chosen = tuple(stored for stored in scan(database) if stored.key == key)
+            remove(database, Removal(chosen, 0))
+
     def record(self, kind: str, key: bytes, reason: str, checksum: bytes = b"") -> None:
         """Notes a verdict where there is a place for it."""
         database = self._writable()
-        if database is not None:
+        if database is not None and isinstance(checksum, bytes):
             try:
                 database.record(Verdict(kind, key, checksum, reason, 1, time.time()))
             except StoreError as error:

@@ -60,13 +60,15 @@ def select_listing() -> Select[tuple[bytes, bytes, bytes, int, int, float]]:
 
 def insert_entry(*, replace_equal: bool) -> Insert:
     """Stores a row. One that is there gives way to a better one, to an equal one where asked, and, whatever it is,
-    where its checksum is the one `condemned`; never to a lesser."""
+    where its checksum is the one `condemned`, or none at all; never to a lesser."""
     statement = insert(entries)
     new = statement.excluded
     better = entries.c.quality <= new.quality if replace_equal else entries.c.quality < new.quality
     columns = {column.name: new[column.name] for column in entries.columns if not column.primary_key}
     return statement.on_conflict_do_update(
-        index_elements=[entries.c.key], set_=columns, where=or_(better, entries.c.checksum == bindparam("condemned"))
+        index_elements=[entries.c.key],
+        set_=columns,
+        where=or_(better, entries.c.checksum == bindparam("condemned"), func.typeof(entries.c.checksum) != "blob"),
     )
 
 

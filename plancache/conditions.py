@@ -1,0 +1,72 @@
+"""The state of a GPU while something is measured on it, from NVIDIA's management library where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+# nvml.h
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and hardware thermal, power brake
+
+
+def conditions(ordinal: int | None, *, own_processes: int = 1) -> dict[str, Any]:
+    """Clocks in MHz, whether the GPU is throttled, other processes on it, MIG; empty where nobody can tell.
+
+    `ordinal`: CUDA's index of the device; `own_processes`: that use it for this program, children included.
+    """
+    library = _nvml()
+    handle = _handle(library, ordinal) if library and ordinal is not None else None
+    if library is None or handle is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name, function, kind in (
+        ("sm_clock_mhz", "nvmlDeviceGetClockInfo", _SM_CLOCK),
+        ("memory_clock_mhz", "nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
+        ("sm_clock_max_mhz", "nvmlDeviceGetMaxClockInfo", _SM_CLOCK),
+    ):
+        value = ctypes.c_uint()
+        if getattr(library, function)(handle, kind, ctypes.byref(value)) == 0:
+            found[name] = value.value
+    reasons = ctypes.c_ulonglong()
+    if library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)) == 0:
+        found["throttled"] = bool(reasons.value & _THROTTLED)
+    count = ctypes.c_uint(0)
+    code = library.nvmlDeviceGetComputeRunningProcesses(handle, ctypes.byref(count), None)
+    if code in (0, 7):  # 7: the buffer is too small, which is how the number is asked for
+        found["other_processes"] = max(0, count.value - own_processes)
+    mode, pending = ctypes.c_uint(), ctypes.c_uint()
+    if library.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending)) == 0:
+        found["mig"] = bool(mode.value)
+    return found
+
+
+def is_quiet(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether nothing was seen that makes timings doubtful."""
+    return not any(state.get("throttled") or state.get("other_processes") for state in (before, after))
+
+
+@lru_cache(maxsize=1)
+def _nvml() -> Any:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        return library if library.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _handle(library: Any, ordinal: int) -> Any:
+    """By PCI address: CUDA_VISIBLE_DEVICES renumbers CUDA's devices, not the library's."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        address = ctypes.create_string_buffer(32)
+        device = ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) or driver.cuDeviceGetPCIBusId(address, len(address), device):
+            return None
+        handle = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByPciBusId_v2(address, ctypes.byref(handle)):
+            return None
+        return handle
+    except (OSError, AttributeError):
+        return None
