@@ -123,7 +123,7 @@ def _exhaustive(directory: Path) -> dict[str, Any]:
 
 def _timed(torch: Any, bench: Any, planned: Any, candidate: Any) -> float:
     """Builds a candidate of a planned graph, and the median of its timed runs in milliseconds."""
-    copy, index, handle = planned._copy, planned.places[candidate.name], bench._target.backend.handle()
+    copy, index, handle = planned._copy, planned.places[candidate.name], bench._backend.handle()
     copy.build_plan_at_index(index)
     workspace = torch.empty(max(16, copy.get_workspace_size_plan_at_index(index)), dtype=torch.uint8, device="cuda")
     for _ in range(WARM_UP):
@@ -161,7 +161,7 @@ def _bench(graph: Any, directory: Path) -> Any:
         _CACHES[directory] = PlanCache(directory, strict=True)
     target = _CACHES[directory]._targets.current()
     builders = target.builders(variables_of_this_process(), 0)
-    return Workbench(target, builders, read(graph, target.device).signature, Constraints(), Tuning(), {})
+    return Workbench(target.backend, builders, read(graph, target.device).signature, Constraints(), Tuning(), {})
 
 
 _CACHES: dict[Path, Any] = {}

@@ -163,61 +163,86 @@ class Outcome(NamedTuple):
         return tuple(sorted(made, key=lambda trial: (trial.time_us is None, trial.time_us or 0.0, trial.rank)))
 
 
-def tune(
-    bench: Bench,
-    tuning: Tuning,
-    *,
-    denied: Callable[[Candidate], str | None] = lambda _: None,
-    first: Sequence[str] = (),
-    clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
-    """Races the candidates and proves the winner.
+class Race:
+    """One graph's candidates, from the first build to the proof. `screen` may go on beside builds, `decide` wants a quiet GPU.
 
     `denied`: why a candidate is not to be tried; `first`: names of candidates that won before, which are built first.
     """
-    until = clock() + tuning.budget_s
-    entered = _entered(bench, denied)
-    _screen(bench, entered, first, until, clock)
-    jury = _Jury(bench, entered, tuning.tolerance)
-    running = [one for one in entered if one.result == "running"]
-    while running:
-        _race(bench, running, until, clock)
-        finished = [one for one in running if one.result == "running"]
-        winner = jury.prove(_preferred(finished, tuning.tie_margin))
-        if winner is not None:
-            return jury.outcome(winner)
-        running = [one for one in entered if one.result in ("slower", "pruned")]  # those that are left race anew
-        for one in running:
-            one.result = "running"
-    return jury.outcome(None)
+
+    def __init__(
+        self,
+        bench: Bench,
+        tuning: Tuning,
+        *,
+        denied: Callable[[Candidate], str | None] = lambda _: None,
+        first: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bench = bench
+        self._tuning = tuning
+        self._first = first
+        self._clock = clock
+        self.contestants = [Contestant(option, rank) for rank, option in enumerate(bench.options())]
+        for one in self.contestants:
+            one.reason = denied(one.candidate) or ""
+
+    def screen(self) -> None:
+        """Builds, loads and looks at each: what fails or is far behind the best is out."""
+        until = self._clock() + self._tuning.budget_s
+        waiting = [one for one in self.contestants if not one.reason]
+        waiting.sort(key=lambda one: (one.candidate.name not in self._first, one.rank))
+        pending = {self._bench.start(one.option): one for one in waiting}
+        best = math.inf
+        while pending:
+            done, _ = wait(pending, timeout=max(0.0, until - self._clock()), return_when=FIRST_COMPLETED)
+            if not done and math.isfinite(best):
+                break
+            if not done:  # the budget is spent, and there is nothing yet: the next one is waited for
+                done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in sorted(done, key=lambda future: pending[future].rank):
+                best = min(best, _look(self._bench, pending.pop(future), future, best))
+        for future, one in pending.items():
+            future.cancel()
+            one.reason = "the budget was spent"
+
+    def set_aside(self) -> None:
+        """Lets go of what is loaded; it is loaded again when it is needed."""
+        for one in self.contestants:
+            one.runnable = None
+
+    def decide(self) -> Outcome:
+        """Races those that are left, and proves the winner."""
+        until = self._clock() + self._tuning.budget_s
+        jury = _Jury(self._bench, self.contestants, self._tuning.tolerance)
+        running = [one for one in self.contestants if one.result == "running"]
+        while running:
+            running = [one for one in running if _loaded(self._bench, one)]
+            _race(self._bench, running, until, self._clock)
+            finished = [one for one in running if one.result == "running"]
+            winner = jury.prove(_preferred(finished, self._tuning.tie_margin))
+            if winner is not None:
+                return jury.outcome(winner)
+            running = [one for one in self.contestants if one.result in ("slower", "pruned")]  # those that are left race anew
+            for one in running:
+                one.result = "running"
+        return jury.outcome(None)
 
 
-def _entered(bench: Bench, denied: Callable[[Candidate], str | None]) -> list[Contestant]:
-    entered = [Contestant(option, rank) for rank, option in enumerate(bench.options())]
-    for one in entered:
-        reason = denied(one.candidate)
-        if reason is not None:
-            one.reason = reason
-    return entered
+def tune(bench: Bench, tuning: Tuning, **options: Any) -> Outcome:
+    """Races the candidates of one graph and proves the winner; `options` as of `Race`."""
+    race = Race(bench, tuning, **options)
+    race.screen()
+    return race.decide()
 
 
-def _screen(bench: Bench, entered: list[Contestant], first: Sequence[str], until: float, clock: Callable[[], float]) -> None:
-    """Builds, loads and looks at each once: what fails or is far behind the best is out."""
-    waiting = [one for one in entered if not one.reason]
-    waiting.sort(key=lambda one: (one.candidate.name not in first, one.rank))
-    pending = {bench.start(one.option): one for one in waiting}
-    best = math.inf
-    while pending:
-        done, _ = wait(pending, timeout=max(0.0, until - clock()), return_when=FIRST_COMPLETED)
-        if not done and math.isfinite(best):
-            break
-        if not done:  # the budget is spent, and there is nothing yet: the next one is waited for
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
-        for future in done:
-            best = min(best, _look(bench, pending.pop(future), future, best))
-    for future, one in pending.items():
-        future.cancel()
-        one.reason = "the budget was spent"
+def _loaded(bench: Bench, one: Contestant) -> bool:
+    """Whether there is something to run; what does not load is out."""
+    if one.runnable is None and one.built is not None and one.result != "failed":
+        try:
+            one.runnable = bench.load(one.built)
+        except Exception as error:  # whatever a candidate raises takes it out
+            one.result, one.reason = "failed", _first_line(error)
+    return one.runnable is not None
 
 
 def _look(bench: Bench, one: Contestant, future: Future[Built], best: float) -> float:
@@ -276,14 +301,14 @@ def _preferred(finished: list[Contestant], margin: float) -> list[Contestant]:
 
 
 def _boundary(ratios: list[float], margin: float) -> float:
-    """Where ties end: in the middle of the widest stretch without a candidate between half and twice the margin.
+    """Where ties end: in the middle of the widest stretch without a candidate, up to two and a half times the margin.
 
     At a fixed boundary a candidate that lies on it falls on either side from run to run, and another one wins.
     """
-    low, high = 1 + margin / 2, 1 + margin * 2
-    stretches = [(max(below, low), min(above, high)) for below, above in pairwise([*sorted(ratios), math.inf])]
+    high = 1 + margin * 2.5
+    stretches = [(max(below, 1.0), min(above, high)) for below, above in pairwise([*sorted(ratios), math.inf])]
     width, start = max((end - start, start) for start, end in stretches)
-    return start + width / 2 if width > 0 else low
+    return start + max(0.0, width) / 2
 
 
 # ---- proof ----------------------------------------------------------------------------------------------------------
@@ -302,10 +327,10 @@ class _Jury:
 
     def prove(self, order: list[Contestant]) -> Contestant | None:
         """The first that is shown right, or None."""
-        loaded = [one for one in self._entered if one.runnable is not None]
+        built = [one for one in self._entered if one.built is not None and one.result != "failed"]
         self._bounds = {uid: self._tolerance or bound for uid, bound in self._bench.bounds().items()}
         for one in order:
-            proof = self._proof(one, self._others(one, self._heuristic, loaded), self._bounds)
+            proof = self._proof(one, self._others(one, self._heuristic, built), self._bounds)
             if proof is not None:
                 one.result, one.reason, self._proof_of = "won", "", proof
                 return one
@@ -313,8 +338,8 @@ class _Jury:
 
     @property
     def _heuristic(self) -> Contestant | None:
-        """The first that the heuristics name and that could be loaded."""
-        return next((one for one in self._entered if (one.built is not None and one.runnable is not None) or one in self._wrong), None)
+        """The first that the heuristics name and that could be built and loaded."""
+        return next((one for one in self._entered if one.built is not None and one.result != "failed"), None)
 
     def outcome(self, winner: Contestant | None) -> Outcome:
         wrong = tuple(one for one in self._wrong if one.result == "wrong")
@@ -322,9 +347,9 @@ class _Jury:
         heuristic = self._heuristic
         return Outcome(winner, heuristic, tuple(self._entered), self._proof_of, tolerance, wrong, heuristic in wrong)
 
-    def _others(self, one: Contestant, heuristic: Contestant | None, loaded: list[Contestant]) -> Iterator[Contestant]:
+    def _others(self, one: Contestant, heuristic: Contestant | None, built: list[Contestant]) -> Iterator[Contestant]:
         """Whom a plan is compared with: the heuristic's first plan, then other engines, then other knobs."""
-        rest = [other for other in loaded if other not in (one, heuristic)]
+        rest = [other for other in built if other not in (one, heuristic)]
         rest.sort(key=lambda other: other.candidate.engine == one.candidate.engine)
         if heuristic is not None and heuristic is not one:
             yield heuristic
@@ -354,7 +379,7 @@ class _Jury:
         return "every element written; no other plan to compare with"
 
     def _writes_all(self, one: Contestant) -> bool:
-        if one in self._wrong:
+        if one in self._wrong or not _loaded(self._bench, one):
             return False
         try:
             left = unwritten(self._run(one, POISONS[0]), self._run(one, POISONS[1]), POISONS)

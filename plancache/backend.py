@@ -116,9 +116,11 @@ class Planned:
                 self.places[candidate.name] = index
                 self.candidates.append(candidate)
 
-    def notes(self, candidate: Candidate) -> tuple[str, ...]:
-        """Behaviour notes of a candidate."""
-        return _notes(self._copy, self.places[candidate.name])
+    def compiles(self, candidate: Candidate) -> bool:
+        """Whether building a candidate of the backend compiles. Python engines of the frontend are built where they run."""
+        index = self.places[candidate.name]
+        ours = self._copy._engine_for(self._copy.plans[index]) is None
+        return ours and "RUNTIME_COMPILATION" in _notes(self._copy, index)
 
     def build(self, candidate: Candidate) -> Built:
         """Builds and serializes a candidate. Raises cuDNN's own error."""
@@ -266,8 +268,7 @@ class CudnnBackend:
         except load_frontend().cudnnGraphNotSupportedError:
             deterministic = set()
         return planned, [
-            Option(candidate, candidate.name in deterministic, "RUNTIME_COMPILATION" in planned.notes(candidate))
-            for candidate in planned.candidates
+            Option(candidate, candidate.name in deterministic, planned.compiles(candidate)) for candidate in planned.candidates
         ]
 
     def build_unchanged(self, graph: Any, constraints: Constraints) -> tuple[Executable, list[Any], list[Layout], int]:

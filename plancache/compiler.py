@@ -222,6 +222,10 @@ def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any],
     if backend is None:
         if device.is_file:
             provide_driver(device.driver_version, folder)
+        else:
+            # candidates of the backend only are built here; planning norms imports torch for engines of the frontend's own,
+            # which takes seconds in each child
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         from plancache.backend import CudnnBackend
 
         backend = backends[device.properties_json] = CudnnBackend(device)

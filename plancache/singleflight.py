@@ -64,6 +64,12 @@ class SingleFlight:
             )
             yield False
 
+    @contextmanager
+    def attempt(self, key: bytes) -> Iterator[bool]:
+        """Holds the lock of a key where nobody else does; yields False at once where somebody does."""
+        with self._lock(key).held(0.0, self._on_fault) as outcome:
+            yield outcome != "late"
+
     def busy(self, key: bytes) -> bool:
         """Whether any thread of any process holds a lock of this key now (or of another key of its stripe)."""
         return self._lock(key).busy() or self._lock(key, ".late").busy()

@@ -41,7 +41,7 @@ class DeviceTarget:
         if self._builders is None or self._builders[0] != asked:
             if self._builders is not None:
                 self._builders[1].close()
-            self._builders = asked, Builders(self, variables, jobs)
+            self._builders = asked, Builders(self.device, self.place.cudnn, variables, jobs)
         return self._builders[1]
 
     def close(self) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plancache import __version__
-from plancache.autotune import Outcome, Tuning, tune
+from plancache.autotune import Outcome, Race, Tuning
+from plancache.capture import quietly
 from plancache.conditions import conditions, is_quiet
 from plancache.description import decode, family
 from plancache.entry import Built, Candidate, Entry, unpack
@@ -67,6 +70,17 @@ class Tuned(NamedTuple):
         return first / won if first and won else None
 
 
+class _Work(NamedTuple):
+    """A graph between the first look and the decision; `race` is None where another process tuned it: `found`."""
+
+    job: Job
+    bench: Workbench
+    race: Race | None
+    heuristic: Entry | None
+    found: Entry | None
+    seconds: float
+
+
 class Tuner:
     """Tunes plans for one device, with children that compile ahead."""
 
@@ -88,50 +102,79 @@ class Tuner:
         )
 
     def tune(self, jobs: Iterable[Job]) -> Iterator[Tuned]:
-        """One after the other, in the order in which they are ready: all compile side by side meanwhile."""
-        started = time.monotonic()
-        ahead: list[tuple[Job, Workbench]] = []
+        """All compile side by side, and are looked at as they are ready; when nothing compiles any more they are decided.
+
+        Those that another process tunes at the moment come last, when no lock is held.
+        """
+        until = time.monotonic() + (self._tuning.total_budget_s or math.inf)
+        taken: list[Job] = []
         waiting = iter(jobs)
-        while True:
-            fresh = [(job, self._bench(job)) for job in islice(waiting, _AHEAD - len(ahead))]
-            for _, bench in sorted(fresh, key=lambda pair: -pair[1].compiling()):
-                bench.start_compiling()  # the longest first, or one is waited for at the end
-            ahead += fresh
-            if not ahead:
-                return
-            job, bench = ahead.pop(next((at for at, (_, bench) in enumerate(ahead) if bench.ready()), 0))
-            spent = time.monotonic() - started
-            if self._tuning.total_budget_s is not None and spent > self._tuning.total_budget_s:
-                yield Tuned(job.key, job.entry, None, 0.0, "the budget for all graphs was spent")
-                continue
-            yield self._tune_one(job, bench)
+        while batch := list(islice(waiting, _AHEAD)):
+            with ExitStack() as locks:
+                screened = []
+                for job, bench in self._as_ready(batch):
+                    if time.monotonic() > until:
+                        yield Tuned(job.key, job.entry, None, 0.0, "the budget for all graphs was spent")
+                    elif not locks.enter_context(self._flight.attempt(job.key.digest)):
+                        taken.append(job)
+                    else:
+                        screened.append(self._screened(job, bench))
+                for work in screened:
+                    yield self._decided(work)
+        for job in taken:
+            yield self._tune_later(job)
+
+    def _as_ready(self, batch: list[Job]) -> Iterator[tuple[Job, Workbench]]:
+        """Jobs with their benches, those whose candidates are built first."""
+        ahead = [(job, self._bench(job)) for job in batch]
+        for _, bench in sorted(ahead, key=lambda pair: -pair[1].compiling()):
+            bench.start_compiling()  # the longest first, or one is waited for at the end
+        while ahead:
+            yield ahead.pop(next((at for at, (_, bench) in enumerate(ahead) if bench.ready()), 0))
+
+    def _tune_later(self, job: Job) -> Tuned:
+        if not self._tuning.wait:
+            return Tuned(job.key, job.entry, None, 0.0, "another process tunes it")
+        with self._flight.building(job.key.digest):
+            return self._decided(self._screened(job, self._bench(job)))
 
     def _bench(self, job: Job) -> Workbench:
         signature = job.key.components["signature"]
-        bench = Workbench(self._target, self._builders, signature, job.constraints, self._tuning, job.inputs)
+        bench = Workbench(self._target.backend, self._builders, signature, job.constraints, self._tuning, job.inputs)
         if bench.compiling() <= _FEW:
             bench.start_compiling()  # at once: its turn comes first
         return bench
 
-    def _tune_one(self, job: Job, bench: Workbench) -> Tuned:
-        started, key, first = time.monotonic(), job.key, job.entry
-        if not self._tuning.wait and self._flight.busy(key.digest):
-            return Tuned(key, first, None, 0.0, "another process tunes it")
-        with self._flight.building(key.digest):
-            found = None if self._refresh else self._stored_tuned(key)  # another process may have tuned it meanwhile
-            if found is not None:
-                return Tuned(key, first, found, time.monotonic() - started, "")
-            first = first or self._heuristic(job, bench)
-            before = self._conditions()
-            outcome = tune(bench, self._tuning, denied=self._denied(job), first=self._recipes(key))
-            after = self._conditions()
-            self._deny(job, outcome)
-            release(outcome.contestants, self._target)
-            if outcome.winner is None:
-                return Tuned(key, first, None, time.monotonic() - started, self._without_winner(outcome, key))
-            entry = self._entry(job, outcome, before, after)
-            self._levels.put(entry, replace_equal=True)
-        return Tuned(key, first, entry, time.monotonic() - started, "")
+    def _screened(self, job: Job, bench: Workbench) -> _Work:
+        """What is left of a graph's candidates after a first look; the heuristic's plan is stored by then."""
+        started = time.monotonic()
+        found = None if self._refresh else self._stored_tuned(job.key)  # another process may have tuned it meanwhile
+        if found is not None:
+            return _Work(job, bench, None, job.entry, found, 0.0)
+        heuristic = job.entry or self._heuristic(job, bench)
+        race = Race(bench, self._tuning, denied=self._denied(job), first=self._recipes(job.key))
+        race.screen()
+        with quietly():
+            race.set_aside()
+            bench.set_aside()
+        return _Work(job, bench, race, heuristic, None, time.monotonic() - started)
+
+    def _decided(self, work: _Work) -> Tuned:
+        """The winner, proven and stored."""
+        job, race, started = work.job, work.race, time.monotonic() - work.seconds
+        if race is None:
+            return Tuned(job.key, work.heuristic, work.found, work.seconds, "")
+        before = self._conditions()
+        outcome = race.decide()
+        after = self._conditions()
+        self._deny(job, outcome)
+        release(outcome.contestants, self._target.backend)
+        work.bench.set_aside()
+        if outcome.winner is None:
+            return Tuned(job.key, work.heuristic, None, time.monotonic() - started, self._without_winner(outcome, job.key))
+        entry = self._entry(job, outcome, before, after)
+        self._levels.put(entry, replace_equal=True)
+        return Tuned(job.key, work.heuristic, entry, time.monotonic() - started, "")
 
     def _heuristic(self, job: Job, bench: Workbench) -> Entry | None:
         """The heuristic's first plan, stored at once so that others can go on with it; None where none can be built."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from plancache.autotune import Tuning
-from plancache.backend import Option, Planned
+from plancache.backend import CudnnBackend, Option, Planned
 from plancache.capture import quietly
 from plancache.entry import Built
 from plancache.errors import WorkspaceError
@@ -21,7 +21,7 @@ from plancache.proof import tolerance
 if TYPE_CHECKING:
     from plancache.compiler import Compiler
     from plancache.description import Description
-    from plancache.target import DeviceTarget
+    from plancache.environment import Device
 
 _MOST_JOBS = 8  # each makes a CUDA context, one after the other
 _LEAST_FLUSH_BYTES = 256 << 20
@@ -31,10 +31,12 @@ _LEAST_FLUSH_BYTES = 256 << 20
 class Builders:
     """Child processes that compile candidates for a device, side by side; made when they are first needed."""
 
-    def __init__(self, target: DeviceTarget, variables: Mapping[str, str], jobs: int | None) -> None:
+    def __init__(self, device: Device, cudnn: bytes, variables: Mapping[str, str], jobs: int | None) -> None:
+        """`cudnn`: which one the keys name, as `Place.cudnn` says it."""
         cores = len(os.sched_getaffinity(0))
         self._jobs = min(_MOST_JOBS, max(1, cores - 2)) if jobs is None else jobs
-        self._target = target
+        self._device = device
+        self._cudnn = cudnn
         self._variables = variables
         self._local = threading.local()
         self._compilers: list[Compiler] = []
@@ -70,7 +72,7 @@ class Builders:
             from plancache.compiler import Compiler
 
             with self._guard:
-                compiler = self._local.compiler = Compiler(self._target.device, self._target.place.cudnn)
+                compiler = self._local.compiler = Compiler(self._device, self._cudnn)
                 self._compilers.append(compiler)
         return compiler
 
@@ -95,7 +97,7 @@ class Workbench:
 
     def __init__(
         self,
-        target: DeviceTarget,
+        backend: CudnnBackend,
         builders: Builders,
         signature: bytes,
         constraints: Constraints,
@@ -104,7 +106,7 @@ class Workbench:
     ) -> None:
         from plancache.description import decode
 
-        self._target = target
+        self._backend = backend
         self._builders = builders
         self._signature = signature
         self._constraints = constraints
@@ -124,7 +126,7 @@ class Workbench:
 
     def options(self) -> Sequence[Option]:
         if self._planned is None:
-            self._planned, self._options = self._target.backend.options(self._signature, self._constraints, self._tuning.modes)
+            self._planned, self._options = self._backend.options(self._signature, self._constraints, self._tuning.modes)
         return self._options
 
     def compiling(self) -> int:
@@ -151,7 +153,7 @@ class Workbench:
     def load(self, built: Built) -> Runnable:
         if not self._buffers:
             self._make_buffers(built)
-        executable = self._target.backend.load(built)
+        executable = self._backend.load(built)
         workspace, address = self._space(built.workspace_size)
         buffers = [self._buffers[uid] for uid in built.operands]
         run = executable.runner(buffers, [buffer.data_ptr() for buffer in buffers], workspace, address)
@@ -159,8 +161,12 @@ class Workbench:
             run = self._captured(run)
         return Runnable(run, executable, workspace)
 
+    def set_aside(self) -> None:
+        """Lets go of buffers and workspace; they are made again, with the same values, when something is loaded."""
+        self._buffers, self._workspace = {}, None
+
     def _make_buffers(self, built: Built) -> None:
-        device = self._target.device.ordinal
+        device = self._backend.device.ordinal
         written = output_uids(self._description)
         made = synthesize(self._description, built.operands, built.layouts, device)
         self._outputs = [uid for uid in built.operands if uid in written]
@@ -173,7 +179,7 @@ class Workbench:
             return None, 0
         if self._workspace is None or self._workspace.nbytes < size:
             try:
-                self._workspace = self._torch.empty(size, dtype=self._torch.uint8, device=f"cuda:{self._target.device.ordinal}")
+                self._workspace = self._torch.empty(size, dtype=self._torch.uint8, device=f"cuda:{self._backend.device.ordinal}")
             except self._torch.OutOfMemoryError as error:
                 raise WorkspaceError(f"no memory for a workspace of {size:,} bytes") from error
         return self._workspace, self._workspace.data_ptr()
@@ -189,7 +195,7 @@ class Workbench:
         return lambda _: graph.replay()
 
     def _stream(self) -> int:
-        return int(self._torch._C._cuda_getCurrentRawStream(self._target.device.ordinal))
+        return int(self._torch._C._cuda_getCurrentRawStream(self._backend.device.ordinal))
 
     # ---- running
 
@@ -216,9 +222,9 @@ class Workbench:
 
     def _flush(self) -> Any:
         if self._builders.flush is None:
-            cache = self._torch.cuda.get_device_properties(self._target.device.ordinal).L2_cache_size
+            cache = self._torch.cuda.get_device_properties(self._backend.device.ordinal).L2_cache_size
             size = max(2 * cache, _LEAST_FLUSH_BYTES)
-            self._builders.flush = self._torch.empty(size, dtype=self._torch.uint8, device=f"cuda:{self._target.device.ordinal}")
+            self._builders.flush = self._torch.empty(size, dtype=self._torch.uint8, device=f"cuda:{self._backend.device.ordinal}")
         return self._builders.flush
 
     def outputs(self, runnable: Runnable, poison_byte: int) -> Mapping[int, Any]:
@@ -233,10 +239,10 @@ class Workbench:
         return {uid: tolerance(self._description, kind.member if kind else "FLOAT") for uid, kind in types.items()}
 
 
-def release(contestants: Sequence[Any], target: DeviceTarget) -> None:
+def release(contestants: Sequence[Any], backend: CudnnBackend) -> None:
     """Frees what tuning loaded, where no capture can notice."""
     with quietly():
         for one in contestants:
             one.runnable = None
             one.seen.clear()
-    target.backend.releases.drain()
+    backend.releases.drain()

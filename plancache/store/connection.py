@@ -43,6 +43,14 @@ def _text(data: bytes) -> str:
 
 def revision_of(connection: sqlite3.Connection) -> str | None:
     """The schema revision of a file; None where it has no tables yet. Raises `StoreError` for a file that is not plancache's."""
+    connection.execute("BEGIN")  # all of one moment: another process may be making the tables
+    try:
+        return _revision_of(connection)
+    finally:
+        connection.execute("ROLLBACK")
+
+
+def _revision_of(connection: sqlite3.Connection) -> str | None:
     strange = connection.execute(_SELECT_STRANGE).fetchone()
     if strange:
         raise StoreError(f"it has a view, trigger or virtual table, {strange[0]!r}, which plancache never makes; {_MOVE}")
