@@ -71,11 +71,13 @@ class Verdict(NamedTuple):
 class Database:
     """One SQLite file. Connections belong to a thread and a process; `close` closes those of this process.
 
-    `wal`: whether a new file takes a WAL, which network file systems cannot hold.
+    `wal`: whether a new file takes a WAL, which network file systems cannot hold; `lock_folder`: where writers lock each
+    other out, by default beside the file.
     """
 
-    def __init__(self, path: Path, *, lock_timeout_s: float, wal: bool = True) -> None:
+    def __init__(self, path: Path, *, lock_timeout_s: float, wal: bool = True, lock_folder: Path | None = None) -> None:
         self.path = path
+        self._lock_folder = lock_folder or path.parent
         self._lock_timeout_s = lock_timeout_s
         self._wal = wal
         self._local = threading.local()
@@ -346,7 +348,7 @@ class Database:
         from filelock import FileLock
 
         make_private(self.path.parent)
-        return FileLock(self.path.with_name("write.lock"), timeout=self._lock_timeout_s, poll_interval=0.01)
+        return FileLock(self._lock_folder / "write.lock", timeout=self._lock_timeout_s, poll_interval=0.01)
 
     def after_fork(self) -> None:
         """Makes locks anew that another thread may have held when this process was forked."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 STRIKES = 2
 """So many processes that ended in a risky step, and it is not tried again."""
 
+_REST_S = 60.0
+"""After a fault of the local store it is left alone for so long: each look may have waited for a lock that nobody lets go of."""
+
 _log = logging.getLogger("plancache.store")
 
 
@@ -46,6 +49,7 @@ class Levels:
         self._corrupt: set[Row] = set()  # whole rows, since a good copy elsewhere has the same key and checksum
         self._condemned: dict[bytes, bytes] = {}  # local rows that a new build replaces, by key
         self._failed = False  # the local store could not be opened: it is asked no more
+        self._rests_until = 0.0
         self._mount: Mount | None = None
         self._marks: Marks | None = None
         self._opened = False
@@ -92,9 +96,11 @@ class Levels:
                 )
 
     def _open_database(self, file: Path, *, wal: bool) -> None:
+        self._failed = False
         if not self._trusts(file):
             return
-        database = Database(file, lock_timeout_s=self._settings.lock_timeout_s, wal=wal)
+        locks = None if wal else local_lock_folder(file.parent)  # one that network file systems can be trusted with
+        database = Database(file, lock_timeout_s=self._settings.lock_timeout_s, wal=wal, lock_folder=locks)
         try:
             if self._settings.mode == "readwrite":
                 self._marks = Marks(self._settings.directory / "marks")
@@ -177,12 +183,14 @@ class Levels:
         """The rows under a key that are not known to be bad, in the order of levels."""
         self._open()
         for level, store in self._stores():
-            if level == "local" and self._failed:
+            if level == "local" and (self._failed or time.monotonic() < self._rests_until):
                 continue
             try:
                 row = store.get(key)
             except StoreError as error:
                 if level == "sealed" or not self._mended(store, error):  # type: ignore[arg-type]  # the local one
+                    if level == "local":
+                        self._rests_until = time.monotonic() + _REST_S
                     self._on_fault("read", error)
                 continue
             if row is None:
@@ -272,7 +280,8 @@ class Levels:
             _log.info("%d plans removed, %d bytes, to keep to %d", len(removed.entries), removed.freed_bytes, self._settings.max_bytes)
 
     def _writable(self) -> Database | None:
-        return self.local if self._settings.mode == "readwrite" and not self._failed else None
+        usable = self._settings.mode == "readwrite" and not self._failed and time.monotonic() >= self._rests_until
+        return self.local if usable else None
 
     def count_uses(self, hits: Mapping[bytes, int]) -> None:
         """Adds to the use counters of the local store. Raises `StoreError`."""
@@ -305,7 +314,8 @@ class Levels:
         """What the local store knows of a key now; nothing where it cannot be read."""
         database = self.local
         try:
-            return database.verdicts(key) if database is not None and not self._failed else []
+            asked = database is not None and not self._failed and time.monotonic() >= self._rests_until
+            return database.verdicts(key) if database is not None and asked else []
         except StoreError as error:
             _log.debug("no verdicts: %s", error)
             return []
