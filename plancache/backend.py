@@ -1,6 +1,6 @@
-"""cuDNN, and nothing else of cuDNN's anywhere else: signature -> copy, candidates, build, serialize, load, run.
+"""cuDNN: candidates of a copy, build, serialize, load, run; handles per thread.
 
-Only copies made from a signature are built, loaded and executed. Sources: the frontend's `_pygraph.py` (1.32), and
+Only copies (`copies`) are built, loaded and executed. Sources: the frontend's `_pygraph.py` (1.32), and
 what was measured of it (docs/environment.md).
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy as copying
 import ctypes
-import json
-import os
 import re
 import threading
 import time
@@ -18,31 +16,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
 from plancache.capture import Releases, quietly
-from plancache.encoding import Enum
+from plancache.copies import BUILDING, Copies, member
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near, version_text
 from plancache.errors import DeviceFileError
 from plancache.key import Constraints
-from plancache.signature import Reading, Uncacheable, canonical_order, clone, inferred, read
-
-if TYPE_CHECKING:
-    from plancache.description import Description
+from plancache.signature import canonical_order, clone
 
 _PYTHON_PLAN = b"CUDNN_FE_PYPLAN\0"
-_LABEL = "plancache"
 _STEPS = ("lower", "plan", "build", "serialize")
 _DEVICE_TROUBLE = (
     "out of memory|ALLOC|CUDA_ERROR|CUDA_DRIVER|CUDART|cudaError|CUDA error|CUDNN_STATUS_EXECUTION_FAILED|PREREQUISITE_MISSING"
 )
 _LARGEST_TO_RAISE_IT = 31 << 20  # bytes: freeing a block of up to 32 MB raises glibc's thresholds to it (mallopt(3))
-
-# The frontend dies in an import cycle when several threads build first, and builds hold the GIL anyway.
-_BUILDING = threading.RLock()
-os.register_at_fork(after_in_child=_BUILDING._at_fork_reinit)  # type: ignore[attr-defined]  # whoever holds it is not in the child
 
 
 class Option(NamedTuple):
@@ -124,7 +114,7 @@ class Planned:
 
     def build(self, candidate: Candidate) -> Built:
         """Builds and serializes a candidate. Raises cuDNN's own error."""
-        with _BUILDING, self._backend._on_device():
+        with BUILDING, self._backend._on_device():
             clock = [time.perf_counter()]
             self._copy.build_plan_at_index(self.places[candidate.name])
             clock.append(time.perf_counter())
@@ -134,11 +124,11 @@ class Planned:
             return self._backend._built(self._copy, blob, dict(zip(_STEPS, seconds, strict=True)), (candidate,))
 
 
-class CudnnBackend:
+class CudnnBackend(Copies):
     """cuDNN for one device, or for a device file: then it can only say what would be built, and be asked by a child."""
 
     def __init__(self, device: Device) -> None:
-        self.device = device
+        super().__init__(device)
         cudnn = load_frontend()
         if device.cudnn_version is not None and device.cudnn_version != cudnn.backend_version():
             theirs, mine = version_text(device.cudnn_version), version_text(cudnn.backend_version())
@@ -150,72 +140,8 @@ class CudnnBackend:
         self.here = Here(self.libraries)
         self.releases = Releases()
         self._local = threading.local()
-        self._properties: Any = None
         self._nvrtc: list[Any] = []
         _let_malloc_keep_pages()
-
-    # ---- copies
-
-    def copy(self, description: Description, *, handle: Any = None) -> Any:
-        """A fresh graph of a description, with canonical uids and labels and this device's sm_version."""
-        cudnn = load_frontend()
-        options = {name: _value(cudnn, value) for name, value in description.options.items()}
-        options["sm_version"] = options["sm_version"] or self.device.sm_version
-        place = {"handle": handle} if handle is not None else {"device_property": self.properties()}
-        context = {name: _value(cudnn, value) for name, value in description.context.items()}
-        graph = cudnn.pygraph(name=_LABEL, **context, **options, **place)
-        tensors: dict[int, Any] = {}
-        for uid, record in enumerate(description.tensors, 1):
-            attributes = {name: _value(cudnn, value) for name, value in record.items() if name != "ragged_offset"}
-            attributes.update(dim=list(record["dim"]), stride=list(record["stride"]))
-            tensors[uid] = cudnn.Tensor(name=f"t{uid}", uid=uid, uid_assigned=True, **attributes)
-        for uid, record in enumerate(description.tensors, 1):
-            if record["ragged_offset"] is not None:
-                tensors[uid].ragged_offset = tensors[record["ragged_offset"]]
-            graph._register_tensor(tensors[uid])
-        graph._reserved_uids.update(tensors)
-        for index, record in enumerate(description.nodes):
-            node = cudnn.Node(f"n{index}", cudnn.NodeType[record["node_type"]], _value(cudnn, record["compute_data_type"]))
-            node.inputs = {port: tensors[uid] for port, uid in record["inputs"].items()}
-            node.outputs = {port: tensors[uid] for port, uid in record["outputs"].items()}
-            node.params = {name: _value(cudnn, value) for name, value in record["params"].items()}
-            graph._nodes.append(node)
-        return graph
-
-    def check_copy(self, reading: Reading) -> None:
-        """Raises `Uncacheable` where the copy lowers to something else than the caller's graph, labels and uids aside."""
-        from plancache.description import decode
-
-        copy = self.copy(decode(reading.signature))
-        if read(copy, self.device).signature != reading.signature:
-            raise Uncacheable("its copy reads back differently")
-        try:
-            theirs = self._lowered(reading.graph)
-        except load_frontend().cudnnGraphNotSupportedError as error:
-            if self.device.is_file:
-                raise
-            raise Uncacheable(f"cuDNN's backend does not take it, a Python engine may: {error}") from error
-        mine = self._lowered(copy)
-        if mine != theirs:
-            raise Uncacheable(f"its copy lowers differently: {_first_difference(mine, theirs)}")
-
-    def _lowered(self, graph: Any) -> Any:
-        """The lowered form of a graph as cuDNN's JSON, made on a scratch graph with canonical uids and labels."""
-        scratch = inferred(graph)
-        scratch._handle = None
-        scratch._cpp_graph_kwargs.update(name=_LABEL, device_property=self.properties(), sm_version=self.device.sm_version)
-        scratch._tensor_by_uid = dict(enumerate(canonical_order(scratch), 1))
-        for uid, tensor in scratch._tensor_by_uid.items():
-            tensor.uid, tensor.name = uid, f"t{uid}"
-        for index, node in enumerate(scratch._nodes):
-            node.name = f"n{index}"
-        with _BUILDING:
-            lowered = scratch._lower_to_cpp()
-            lowered.validate()
-            lowered.build_operation_graph()
-        form = json.loads(repr(lowered))
-        form.pop("gid", None)  # counts the graphs of the process
-        return form
 
     # ---- building
 
@@ -232,7 +158,7 @@ class CudnnBackend:
         """
         from plancache.description import decode
 
-        with _BUILDING, self._on_device():
+        with BUILDING, self._on_device():
             handle = None if self.device.is_file else self.handle()
             copy = self.copy(decode(signature), handle=handle)
             clock = [time.perf_counter()]
@@ -253,7 +179,7 @@ class CudnnBackend:
         """A copy for which the heuristics have named their candidates in these modes."""
         from plancache.description import decode
 
-        with _BUILDING, self._on_device():
+        with BUILDING, self._on_device():
             copy = self.copy(decode(signature), handle=None if self.device.is_file else self.handle())
             clock = [time.perf_counter()]
             self._plan(copy, constraints, clock, modes)
@@ -279,7 +205,7 @@ class CudnnBackend:
                 vars(scratch)[name] = copying.copy(value)
         scratch._tensor_by_uid = {tensor.uid: tensor for tensor in canonical_order(scratch)}
         scratch._data_bindings = {}
-        with _BUILDING, self._on_device():
+        with BUILDING, self._on_device():
             if self.device.is_file:
                 scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
             else:
@@ -294,14 +220,14 @@ class CudnnBackend:
     def _plan_candidate(self, copy: Any, constraints: Constraints, candidate: Candidate, clock: list[float]) -> None:
         cudnn = load_frontend()
         _lower(copy, constraints, clock)
-        copy.create_execution_plan(candidate.engine, {_member(cudnn, "knob_type", name): value for name, value in candidate.knobs.items()})
+        copy.create_execution_plan(candidate.engine, {member(cudnn, "knob_type", name): value for name, value in candidate.knobs.items()})
         copy.check_support()
         clock.append(time.perf_counter())
 
     def _plan(self, copy: Any, constraints: Constraints, clock: list[float], modes: Sequence[str] = ("A", "FALLBACK")) -> None:
         cudnn = load_frontend()
         _lower(copy, constraints, clock)
-        copy.create_execution_plans([_member(cudnn, "heur_mode", mode) for mode in modes])
+        copy.create_execution_plans([member(cudnn, "heur_mode", mode) for mode in modes])
         barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
         for select, kind, names in (
             (copy.deselect_numeric_notes, "numerical_note", barred),
@@ -310,7 +236,7 @@ class CudnnBackend:
             (copy.select_behavior_notes, "behavior_note", constraints.required_behavior_notes),
         ):
             if names:
-                select([_member(cudnn, kind, name) for name in names])
+                select([member(cudnn, kind, name) for name in names])
         copy.check_support()
         clock.append(time.perf_counter())
 
@@ -348,7 +274,7 @@ class CudnnBackend:
         # with one runs a warm-up that captures and allocates, which a capture in another thread must not notice.
         with self._on_device(), quietly():
             if built.blob.startswith(_PYTHON_PLAN):
-                with _BUILDING:
+                with BUILDING:
                     graph.deserialize(handle, built.blob, enforce_precompiled=True)
             else:
                 graph.deserialize(handle, built.blob)
@@ -385,20 +311,6 @@ class CudnnBackend:
         with self._on_device():
             load_frontend().destroy_handle(handle)
 
-    def properties(self) -> Any:
-        """cuDNN's property object of the device."""
-        if self._properties is None:
-            cudnn = load_frontend()
-            source = self.device.properties_json if self.device.ordinal is None else self.device.ordinal
-            try:
-                self._properties = cudnn.create_device_properties(source)
-            except RuntimeError as error:
-                raise DeviceFileError(
-                    f"cuDNN {cudnn.backend_version()} refuses the device's properties ({error}); "
-                    "write a device file with this version: plancache doctor --write-device FILE"
-                ) from error
-        return self._properties
-
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Makes the device current in this thread for the time of a block."""
@@ -431,34 +343,6 @@ def _let_malloc_keep_pages() -> None:
     which is two fifths of the time that a norm's plan takes (docs/environment.md).
     """
     bytes(_LARGEST_TO_RAISE_IT)
-
-
-def _value(cudnn: Any, value: Any) -> Any:
-    """A decoded value as the frontend's."""
-    if isinstance(value, Enum):
-        return _member(cudnn, *value)
-    if type(value) in (list, tuple):
-        return type(value)(_value(cudnn, item) for item in value)
-    if type(value) is dict:
-        return {name: _value(cudnn, item) for name, item in value.items()}
-    return value
-
-
-def _member(cudnn: Any, kind: str, name: str) -> Any:
-    members = getattr(cudnn._pybind_module, kind).__members__
-    if name not in members:
-        raise ValueError(f"{name!r} is not one of cudnn.{kind}: {', '.join(members)}")
-    return members[name]
-
-
-def _first_difference(mine: Any, theirs: Any, at: str = "graph") -> str:
-    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
-        name = next(name for name in mine if mine[name] != theirs[name])
-        return _first_difference(mine[name], theirs[name], f"{at}.{name}")
-    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        index = next(index for index, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-        return _first_difference(mine[index], theirs[index], f"{at}[{index}]")
-    return f"{at} is {str(mine)[:60]} in place of {str(theirs)[:60]}"
 
 
 def _lower(copy: Any, constraints: Constraints, clock: list[float]) -> None:

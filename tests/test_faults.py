@@ -1053,7 +1053,7 @@ def locks_of(cache: PlanCache) -> list[Any]:
     assert local.get(bytes(32)) is None  # this thread has a reader from here on
     return [
         cache._guard, cache._report._guard, cache._levels._guard, cache._targets._guard, cache._plans._guard, target.builder._guard,
-        local._guard, local._local.reader.lock, cache._single_flight()._lock(b"\0")._threads, database._MIGRATION, backend._BUILDING,
+        local._guard, local._local.reader.lock, cache._single_flight()._lock(b"\0")._threads, database._MIGRATION, backend.BUILDING,
     ]  # fmt: skip
 
 

@@ -209,14 +209,18 @@ class Database:
                 return None
             connection = self._connect()
             try:
-                refuse_sealed(connection, self.path)
-                revision = revision_of(connection)
-                if revision is None:
-                    return None
-                readable(connection, revision)
-                return revision if number(revision) >= number(HEAD) else None
+                revision = self._judged(connection)
+                return revision if revision is not None and number(revision) >= number(HEAD) else None
             finally:
                 connection.close()
+
+    def _judged(self, connection: sqlite3.Connection) -> str | None:
+        """The file's revision, None where it has no tables yet. Raises `StoreError` for a file that is not to be used."""
+        refuse_sealed(connection, self.path)
+        revision = revision_of(connection)
+        if revision is not None:
+            readable(connection, revision)
+        return revision
 
     def _prepare(self) -> None:
         connection = self._connect("mode=rwc")
@@ -307,15 +311,13 @@ class Database:
             return None
         connection = self._connect()
         try:
-            refuse_sealed(connection, self.path)
-            revision = revision_of(connection)
-            if revision is None:
-                connection.close()
-                return None
-            readable(connection, revision)
+            judged = self._judged(connection)
         except BaseException:
             connection.close()
             raise
+        if judged is None:
+            connection.close()
+            return None
         reader = local.reader = Reader(connection, self.path)
         with self._guard:
             self._opened.add(reader)
