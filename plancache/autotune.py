@@ -166,7 +166,8 @@ class Outcome(NamedTuple):
 class Race:
     """One graph's candidates, from the first build to the proof. `screen` may go on beside builds, `decide` wants a quiet GPU.
 
-    `denied`: why a candidate is not to be tried; `first`: names of candidates that won before, which are built first.
+    `denied`: why a candidate is not to be tried; `first`: names of candidates that won before, which are built first;
+    `watch`: is told the name of each candidate before it runs for the first time.
     """
 
     def __init__(
@@ -176,9 +177,11 @@ class Race:
         *,
         denied: Callable[[Candidate], str | None] = lambda _: None,
         first: Sequence[str] = (),
+        watch: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bench = bench
+        self._watch = watch
         self._tuning = tuning
         self._first = first
         self._clock = clock
@@ -200,7 +203,9 @@ class Race:
             if not done:  # the budget is spent, and there is nothing yet: the next one is waited for
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in sorted(done, key=lambda future: pending[future].rank):
-                best = min(best, _look(self._bench, pending.pop(future), future, best))
+                one = pending.pop(future)
+                self._watch(one.candidate.name)
+                best = min(best, _look(self._bench, one, future, best))
         for future, one in pending.items():
             future.cancel()
             one.reason = "the budget was spent"

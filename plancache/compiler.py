@@ -101,6 +101,12 @@ class Compiler:
         if child is not None:
             child.stop(kill)
 
+    def abort(self) -> None:
+        """Kills the child, whatever it does: a build that waits for it fails with `CompilerError`."""
+        child = self._child
+        if child is not None and child.owner == os.getpid():
+            child.process.kill()
+
     def after_fork(self) -> None:
         """Makes the lock anew that another thread may have held when this process was forked."""
         self._guard = threading.Lock()

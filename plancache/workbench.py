@@ -77,9 +77,12 @@ class Builders:
         return compiler
 
     def close(self) -> None:
-        """Drops what has not begun, and ends the children."""
+        """Drops what has not begun, and ends the children; one that still builds is killed."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for compiler in self._compilers:
+                compiler.abort()
+            self._pool.shutdown(wait=True)
         for compiler in self._compilers:
             compiler.close()
 

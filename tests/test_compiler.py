@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,27 @@ def test_an_uncacheable_graph_is_built_as_it_is_under_the_constraints(tmp_path):
     done = subprocess.run([sys.executable, "-c", UNCHANGED, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("refused\n")
+
+
+def test_a_build_that_hangs_can_be_aborted(compiler, device):
+    """The child is killed from another thread, the build fails at once, and the next one gets a new child."""
+    compiler.build(signature(device), Constraints(), {})
+    os.kill(compiler._child.process.pid, signal.SIGSTOP)  # it hangs
+    with ThreadPoolExecutor(1) as threads:
+        hanging = threads.submit(compiler.build, signature(device), Constraints(), {})
+        while not compiler._guard.locked():
+            threading.Event().wait(0.01)
+        compiler.abort()
+        with pytest.raises(CompilerError, match="killed by signal 9"):
+            hanging.result(timeout=60)
+    assert compiler.build(signature(device), Constraints(), {}).blob
+
+
+def test_a_candidate_is_built_by_engine_and_knobs(compiler, device):
+    """What one build chose, another one builds again from its recipe."""
+    first = compiler.build(signature(device), Constraints(), {})
+    other = first.candidates[-1]
+    assert other != first.recipe
+    built = compiler.build(signature(device), Constraints(), {}, other)
+    assert built.recipe == other
+    assert built.operands == first.operands
