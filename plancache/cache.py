@@ -172,20 +172,27 @@ class PlanCache(StoredPlans):
 
     def _look_up(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
         """What answers a key: memory, then the stores in their order; loaded for this thread."""
-        loaded = self._plans.get((key.digest, target.device.ordinal))
-        if loaded is not None:
-            if not target.device.is_file:
-                loaded.seat()  # this thread may not have loaded it yet
-            self._report.count(memory_hits=1)
-            return loaded, "memory"
-        if target.unknown:
-            return None
+        remembered = self._remembered(key, target)
+        if remembered is not None or target.unknown:
+            return remembered
         for found in self._levels.rows(key.digest):
+            remembered = self._remembered(key, target)  # another thread stores a row after it has kept the plan
+            if remembered is not None:
+                return remembered
             entry = self._checked(found, key, target)
             loaded = None if entry is None else self._load(found, entry, target)
             if loaded is not None:
                 return loaded, found.level
         return None
+
+    def _remembered(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
+        loaded = self._plans.get((key.digest, target.device.ordinal))
+        if loaded is None:
+            return None
+        if not target.device.is_file:
+            loaded.seat()  # this thread may not have loaded it yet
+        self._report.count(memory_hits=1)
+        return loaded, "memory"
 
     def _checked(self, found: Found, key: PlanKey, target: DeviceTarget) -> Entry | None:
         """The entry of a row, where it is whole and may run here."""

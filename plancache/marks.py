@@ -186,7 +186,9 @@ class _SlotFile:
         self._free.append(offset)
 
     def abandon(self) -> None:
-        """In a forked child: drops its copies and leaves the file."""
+        """In a forked child: drops its copies and leaves the file. Once it is removed its descriptor is somebody else's."""
+        if self.remove.detach() is None:
+            return
         self._mapping.close()
         os.close(self._descriptor)
 

@@ -392,3 +392,22 @@ def test_a_file_that_is_taken_away_before_it_is_locked_is_made_again(directory: 
     assert len(made) == 2
     assert made[0].name.split("-")[0] == made[1].name.split("-")[0] == str(os.getpid())
     marks.close()
+
+
+def test_a_child_that_is_forked_after_closing_closes_nothing_of_others(tmp_path: Path) -> None:
+    """The descriptor of a slot file that is gone may be anybody's by then: a pipe, or a database."""
+    script = """
+    with marks.under_way(KEY, "load"):
+        number = marks._file._descriptor
+    marks.close()
+    reading, writing = os.pipe()
+    while number not in (reading, writing):  # the lowest free numbers are given out first
+        reading, writing = os.pipe()
+    os.set_inheritable(number, True)
+    child = os.fork()
+    if child == 0:
+        os.fstat(number)
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run(tmp_path / "marks", script)[0] == 0

@@ -169,12 +169,15 @@ def killed(write: Callable[[Path, Callable[[str, bytes], None]], None], director
     with cache:
         cache.plan(product())  # all is imported before the first fork, and writers are at work at once
     running = [forked(write, directory, chance) for _ in range(3)]
-    for number in range(kills):
+    for _ in range(kills * 20):
         writer = min(running, key=lambda one: one.ends_at)
         running.remove(writer)
-        if number < kills - 3:
-            running.append(forked(write, directory, chance))
         said += lines_until(writer)
+        kills -= 1
+        if kills > 2 or (kills > -200 and not said):  # on a busy machine the first ones die before they say anything
+            running.append(forked(write, directory, chance))
+        if not running:
+            break
     return said
 
 
