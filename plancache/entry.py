@@ -103,8 +103,21 @@ class Entry(Built):
     provenance: Mapping[str, Any] = field(repr=False)
     proof: str = "none"
     tolerance: float | None = None
-    trials: tuple[Trial, ...] = field(default=(), repr=False)
+    trials: tuple[Trial, ...] = field(default_factory=tuple, repr=False)
     conditions: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What a hit does not need is decoded when somebody asks for it. Raises `CorruptEntryError`."""
+            learned = self.__dict__.get("_learned")
+            if learned is None or name not in _LEARNED:
+                raise AttributeError(name)
+            try:
+                self.__dict__.update(_decode_learned(learned))
+                return self.__dict__[name]
+            except MALFORMED as error:
+                raise CorruptEntryError(f"entry {self.key.hex[:16]} cannot be read: {error}") from error
 
     @classmethod
     def of(cls, built: Built, **more: Any) -> Entry:
@@ -157,29 +170,53 @@ def pack(entry: Entry) -> Row:
 
 
 def encode_facts(built: Built) -> bytes:
-    """All but key and blob, as JSON."""
+    """All but key and blob, as JSON. What was learned of other candidates is a text in it: a hit does not read it."""
     facts = {f.name: getattr(built, f.name) for f in fields(built) if f.name not in ("blob", "key")}
-    return json.dumps({"format": FORMAT, "blob_bytes": len(built.blob), **facts}, separators=(",", ":")).encode()
+    learned = json.dumps({name: facts.pop(name) for name in _LEARNED if name in facts}, separators=(",", ":"))
+    facts = {"format": FORMAT, "blob_bytes": len(built.blob), **facts, "learned": learned}
+    return json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def decode_facts(data: bytes) -> tuple[dict[str, Any], int]:
     """The fields that `encode_facts` wrote, typed; and the blob's size in bytes."""
+    facts, size = _decode_facts(data)
+    learned = facts.pop("_learned")
+    return {**facts, **_decode_learned(learned)} if learned is not None else facts, size
+
+
+def _decode_facts(data: bytes) -> tuple[dict[str, Any], int]:
+    """The same with what was learned as the text that it is, `_learned`; None where it is among the others, as it once was."""
     facts = json.loads(data)
     if facts.pop("format") != FORMAT:
         raise ValueError("its format is not one that this version reads")
     size = facts.pop("blob_bytes")
+    learned = facts.pop("learned", None)
     facts["operands"] = tuple(facts["operands"])
     facts["layouts"] = {int(uid): Layout(tuple(dim), tuple(stride), kind) for uid, (dim, stride, kind) in facts["layouts"].items()}
     facts["recipe"] = Candidate(*facts["recipe"])
-    facts["candidates"] = tuple(Candidate(*candidate) for candidate in facts["candidates"])
     facts["behavior_notes"] = tuple(facts["behavior_notes"])
-    if "trials" in facts:
-        facts["trials"] = tuple(Trial(*trial) for trial in facts["trials"])
+    if learned is None:
+        facts.update(_typed(facts))
     for name in facts.keys() - _KNOWN:  # of a later version, which adds only what can be left out
         del facts[name]
+    facts["_learned"] = learned
     return facts, size
 
 
+def _decode_learned(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    return {**found, **_typed(found)}
+
+
+def _typed(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was learned, in its types; of an entry without a tuning there are the candidates' names only."""
+    typed: dict[str, Any] = {"candidates": tuple(Candidate(*candidate) for candidate in found["candidates"])}
+    if "trials" in found:
+        typed["trials"] = tuple(Trial(*trial) for trial in found["trials"])
+    return typed
+
+
+_LEARNED = ("candidates", "trials", "conditions")
 _KNOWN = frozenset(f.name for f in fields(Entry))
 
 
@@ -221,9 +258,16 @@ def unpack(row: Row, key: PlanKey | None = None) -> Entry:
             key = PlanKey(split_preimage(row.preimage))
         if key.digest != row.key or join_preimages(key.preimages) != row.preimage:
             raise ValueError("it is stored under another key than its own")
-        facts, size = decode_facts(row.facts)
+        facts, size = _decode_facts(row.facts)
         check_facts(facts)
-        return Entry(key=key, blob=_decompress(row.payload, size), **facts)
+        learned = facts.pop("_learned")
+        if learned is None:
+            return Entry(key=key, blob=_decompress(row.payload, size), **facts)
+        entry = Entry(key=key, blob=_decompress(row.payload, size), candidates=(), **facts)
+        for name in _LEARNED:
+            del entry.__dict__[name]
+        entry.__dict__["_learned"] = learned
+        return entry
     except MALFORMED as error:
         raise CorruptEntryError(f"entry {name} cannot be read: {error}") from error
 

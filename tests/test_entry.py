@@ -19,7 +19,7 @@ from samples import make_entry as make
 from samples import state
 
 from plancache import entry as module
-from plancache.entry import QUALITIES, Built, Candidate, Entry, Layout, Row, checksum, pack, unpack, usable
+from plancache.entry import QUALITIES, Built, Candidate, Entry, Layout, Row, Trial, checksum, pack, unpack, usable
 from plancache.errors import CorruptEntryError, StoreError
 from plancache.key import COMPONENTS, PlanKey
 
@@ -286,3 +286,20 @@ def test_a_plan_that_could_not_be_read_back_is_not_stored(monkeypatch: pytest.Mo
     monkeypatch.setattr("plancache.entry.MAX_BLOB_BYTES", 3)
     with pytest.raises(StoreError, match="3 are the most"):
         pack(make(blob=b"four"))
+
+
+def test_what_was_learned_is_decoded_when_it_is_asked_for() -> None:
+    """A hit does not read candidates and trials; they come back typed, and damage in them is told as such."""
+    trial = Trial("eng4", 4, {"K": 1}, 0, 0.5, 64, 20.5, 20.1, 20.9, 260, "won", "")
+    written = make(candidates=(Candidate("eng4", 4, {"K": 1}),), trials=(trial,), conditions={"quiet": True})
+    row = pack(written)
+    entry = unpack(row)
+    assert not {"candidates", "trials", "conditions"} & vars(entry).keys()
+    assert (entry.candidates, entry.trials, entry.conditions) == (written.candidates, (trial,), {"quiet": True})
+    assert state(entry) == state(written)
+    with pytest.raises(AttributeError):
+        _ = entry.colour  # type: ignore[attr-defined]
+    facts = json.dumps(json.loads(row.facts) | {"learned": '{"candidates": 7}'}).encode()
+    damaged = unpack(row._replace(facts=facts, checksum=checksum(row.key, row.preimage, facts, row.payload)))
+    with pytest.raises(CorruptEntryError, match="cannot be read"):
+        _ = damaged.trials
