@@ -8,11 +8,12 @@ from typing import Any
 
 # nvml.h
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_TOO_SMALL = 7
 _THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80  # power cap, hardware, software and hardware thermal, power brake
 
 
 def conditions(ordinal: int | None, *, own_processes: int = 1) -> dict[str, Any]:
-    """Clocks in MHz, whether the GPU is throttled, other processes on it, MIG; empty where nobody can tell.
+    """Clocks in MHz, whether the GPU is throttled, other processes on it, MIG; what nobody can tell is left out.
 
     `ordinal`: CUDA's index of the device; `own_processes`: that use it for this program, children included.
     """
@@ -20,26 +21,29 @@ def conditions(ordinal: int | None, *, own_processes: int = 1) -> dict[str, Any]
     handle = _handle(library, ordinal) if library and ordinal is not None else None
     if library is None or handle is None:
         return {}
+    sm, memory, most = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
+    reasons, count, mode = ctypes.c_ulonglong(), ctypes.c_uint(0), ctypes.c_uint()
     found: dict[str, Any] = {}
-    for name, function, kind in (
-        ("sm_clock_mhz", "nvmlDeviceGetClockInfo", _SM_CLOCK),
-        ("memory_clock_mhz", "nvmlDeviceGetClockInfo", _MEMORY_CLOCK),
-        ("sm_clock_max_mhz", "nvmlDeviceGetMaxClockInfo", _SM_CLOCK),
-    ):
-        value = ctypes.c_uint()
-        if getattr(library, function)(handle, kind, ctypes.byref(value)) == 0:
-            found[name] = value.value
-    reasons = ctypes.c_ulonglong()
-    if library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)) == 0:
+    if _tells(library, "nvmlDeviceGetClockInfo", handle, _SM_CLOCK, ctypes.byref(sm)):
+        found["sm_clock_mhz"] = sm.value
+    if _tells(library, "nvmlDeviceGetClockInfo", handle, _MEMORY_CLOCK, ctypes.byref(memory)):
+        found["memory_clock_mhz"] = memory.value
+    if _tells(library, "nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK, ctypes.byref(most)):
+        found["sm_clock_max_mhz"] = most.value
+    if _tells(library, "nvmlDeviceGetCurrentClocksThrottleReasons", handle, ctypes.byref(reasons)):
         found["throttled"] = bool(reasons.value & _THROTTLED)
-    count = ctypes.c_uint(0)
-    code = library.nvmlDeviceGetComputeRunningProcesses(handle, ctypes.byref(count), None)
-    if code in (0, 7):  # 7: the buffer is too small, which is how the number is asked for
+    # With a buffer for none it answers that the buffer is too small, and the number.
+    if _tells(library, "nvmlDeviceGetComputeRunningProcesses", handle, ctypes.byref(count), None, fine=(0, _TOO_SMALL)):
         found["other_processes"] = max(0, count.value - own_processes)
-    mode, pending = ctypes.c_uint(), ctypes.c_uint()
-    if library.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending)) == 0:
+    if _tells(library, "nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(ctypes.c_uint())):
         found["mig"] = bool(mode.value)
     return found
+
+
+def _tells(library: Any, function: str, *arguments: Any, fine: tuple[int, ...] = (0,)) -> bool:
+    """Whether the library has a function (older ones lack some, newer ones may drop some) and it answered."""
+    call = getattr(library, function, None)
+    return call is not None and call(*arguments) in fine
 
 
 def is_quiet(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -38,24 +38,38 @@ class Description:
         return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
 
 
+_EXTENT_PARAMETERS = ("out_dims", "max_total_seq_len_q", "max_total_seq_len_kv", "paged_attention_max_seq_len_kv")
+
+
 def family(description: Description) -> bytes:
     """The signature without extents, as bytes to be hashed: operations, parameters and types as they are; of each tensor its
-    rank, the order of its strides, which extents are 1, and by which power of two up to 16 the others can be divided."""
+    rank, the order of its strides, which extents are 1, and by which power of two up to 16 the others can be divided.
+    Parameters that are extents themselves count by the same classes."""
     tensors = []
     for tensor in description.tensors:
         shape = {name: value for name, value in tensor.items() if name not in ("dim", "stride")}
-        tensors.append([shape, [_extent_class(extent) for extent in tensor["dim"]], _stride_order(tensor["stride"])])
-    parts = [description.context, description.options, tensors, [{**node, "params": dict(node["params"])} for node in description.nodes]]
-    return repr(parts).encode()
+        tensors.append([shape, _extent_classes(tensor["dim"]), _stride_order(tensor["stride"])])
+    nodes = [{**node, "params": _without_extents(node["params"])} for node in description.nodes]
+    return repr([description.context, description.options, tensors, nodes]).encode()
 
 
-def _extent_class(extent: int) -> int:
-    """0 for an extent of one, else the largest power of two up to 16 that divides it."""
-    return 0 if extent == 1 else min(16, extent & -extent)
+def _without_extents(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: _extent_classes(value) if name in _EXTENT_PARAMETERS else value for name, value in params.items()}
+
+
+def _extent_classes(value: Any) -> Any:
+    """Of an extent 0 where it is one, else the largest power of two up to 16 that divides it; of several each."""
+    if isinstance(value, list | tuple):
+        return [_extent_classes(extent) for extent in value]
+    if type(value) is not int:
+        return value
+    return 0 if value == 1 else min(16, value & -value)
 
 
 def _stride_order(stride: list[int]) -> list[int]:
-    return sorted(range(len(stride)), key=lambda axis: (-stride[axis], axis))
+    """Axes from the outermost to the innermost, complemented where the stride is zero."""
+    ordered = sorted(range(len(stride)), key=lambda axis: (-stride[axis], axis))
+    return [axis if stride[axis] else ~axis for axis in ordered]
 
 
 def decode(signature: bytes) -> Description:
