@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -167,7 +168,7 @@ class Race:
     """One graph's candidates, from the first build to the proof. `screen` may go on beside builds, `decide` wants a quiet GPU.
 
     `denied`: why a candidate is not to be tried; `first`: names of candidates that won before, which are built first;
-    `watch`: is told the name of each candidate before it runs for the first time.
+    `watch`: entered while a candidate is built in this process, and while it is loaded and run for the first time.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Race:
         *,
         denied: Callable[[Candidate], str | None] = lambda _: None,
         first: Sequence[str] = (),
-        watch: Callable[[str], None] = lambda _: None,
+        watch: Callable[[Candidate], AbstractContextManager[None]] = lambda _: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bench = bench
@@ -194,7 +195,7 @@ class Race:
         until = self._clock() + self._tuning.budget_s
         waiting = [one for one in self.contestants if not one.reason]
         waiting.sort(key=lambda one: (one.candidate.name not in self._first, one.rank))
-        pending = {self._bench.start(one.option): one for one in waiting}
+        pending = {self._started(one): one for one in waiting}
         best = math.inf
         while pending:
             done, _ = wait(pending, timeout=max(0.0, until - self._clock()), return_when=FIRST_COMPLETED)
@@ -204,11 +205,15 @@ class Race:
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in sorted(done, key=lambda future: pending[future].rank):
                 one = pending.pop(future)
-                self._watch(one.candidate.name)
-                best = min(best, _look(self._bench, one, future, best))
+                with self._watch(one.candidate):
+                    best = min(best, _look(self._bench, one, future, best))
         for future, one in pending.items():
             future.cancel()
             one.reason = "the budget was spent"
+
+    def _started(self, one: Contestant) -> Future[Built]:
+        with self._watch(one.candidate):
+            return self._bench.start(one.option)
 
     def set_aside(self) -> None:
         """Lets go of what is loaded; it is loaded again when it is needed."""

@@ -14,39 +14,33 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
-from plancache import __version__
 from plancache.capture import is_capturing, quietly
-from plancache.entry import Entry, unpack, usable
-from plancache.environment import FRONTENDS, Device, load_frontend, result_changing_variables
+from plancache.entry import Entry
+from plancache.environment import FRONTENDS, Device, result_changing_variables
 from plancache.errors import (
     CaptureError,
     ClosedError,
-    CorruptEntryError,
-    GraphStateError,
     NotExecutableError,
     PlanNotFoundError,
     SettingsError,
     StoreError,
-    StruckError,
     UncacheableGraphError,
 )
 from plancache.events import Event, Reporter, log_to_stderr
 from plancache.key import Constraints, PlanKey, make_key
+from plancache.loaded import LoadedPlans
 from plancache.memory import LivePlans
 from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.statistics import Failure, Statistics, Warmed
-from plancache.store.levels import STRIKES, Found, Levels
-from plancache.stored import StoredPlans
+from plancache.store.levels import STRIKES, Levels
 from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
@@ -57,7 +51,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("plancache.cache")
 
 
-class PlanCache(StoredPlans):
+class PlanCache(LoadedPlans):
     """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
 
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
@@ -86,14 +80,9 @@ class PlanCache(StoredPlans):
         super().__init__(settings or Settings.load(directory=directory, **options), device, on_event)
         if self.settings.log:
             log_to_stderr(self.settings.log)
-        self._closed = False
         self._constraints = constraints or Constraints()
         self._tuning = tuning
         self._settled: set[bytes] = set()  # keys whose tuning brought nothing
-        self._live: WeakSet[Loaded] = WeakSet()
-        self._hits: Counter[bytes] = Counter()
-        self._refusals: dict[bytes, tuple[bytes, str]] = {}
-        self._unusable: set[bytes] = set()
         self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
         self._process = os.getpid()
         self._inherited: list[Any] = []
@@ -163,113 +152,18 @@ class PlanCache(StoredPlans):
                 return self._plan_uncached(graph, error.reason, target, build, constraints)
         tuning = tuning or self._tuning
         if tuning is not None and build == "allow" and not target.device.is_file:
-            found = self._tuned(found, reading, target, constraints, variables, tuning, inputs)
+            found = self._tuned(found, reading, target, constraints, variables, tuning, inputs, refresh)
         loaded, origin = found
         entry = loaded.entry
         assert entry is not None
         tensors = [reading.tensors[uid - 1] for uid in entry.operands]
         return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
 
-    def _look_up(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
-        """What answers a key: memory, then the stores in their order; loaded for this thread."""
-        remembered = self._remembered(key, target)
-        if remembered is not None or target.unknown:
-            return remembered
-        for found in self._levels.rows(key.digest):
-            remembered = self._remembered(key, target)  # another thread stores a row after it has kept the plan
-            if remembered is not None:
-                return remembered
-            entry = self._checked(found, key, target)
-            loaded = None if entry is None else self._load(found, entry, target)
-            if loaded is not None:
-                return loaded, found.level
-        return None
-
-    def _remembered(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
-        loaded = self._plans.get((key.digest, target.device.ordinal))
-        if loaded is None:
-            return None
-        if not target.device.is_file:
-            loaded.seat()  # this thread may not have loaded it yet
-        self._report.count(memory_hits=1)
-        return loaded, "memory"
-
-    def _checked(self, found: Found, key: PlanKey, target: DeviceTarget) -> Entry | None:
-        """The entry of a row, where it is whole and may run here."""
-        try:
-            entry = unpack(found.row, key)
-        except CorruptEntryError as error:
-            self._levels.ban_corrupt(found)
-            self._levels.record("quarantined", key.digest, str(error), found.row.checksum)
-            self._report.tell("quarantine", key.digest, 0.0, str(error))
-            self._report.fault("corrupt", error)
-            return None
-        reason = usable(entry, target.backend.here)
-        if reason is None:
-            return entry
-        _log.info("%s plan %s is not usable here: %s", found.level, key.hex[:16], reason)
-        if found.level == "local":
-            self._unusable.add(key.digest)
-        return None
-
-    def _load(self, found: Found, entry: Entry, target: DeviceTarget) -> Loaded | None:
-        """A stored entry as a plan that this thread can run; None where cuDNN refuses it."""
-        started = time.perf_counter()
-        try:
-            loaded = self._ready(entry, target, found.row.checksum)
-        except (ClosedError, CaptureError):
-            raise
-        except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
-            self._refused(found, entry, error, target)
-            return None
-        seconds = time.perf_counter() - started
-        with self._guard:
-            self._hits[entry.key.digest] += 1
-        counter = {"local": "local_hits", "sealed": "sealed_hits"}[found.level]
-        self._report.count(**{counter: 1}, load_s=seconds, saved_s=entry.build_s)
-        self._report.tell("hit", entry.key.digest, seconds, found.level)
-        return loaded
-
-    def _refused(self, found: Found, entry: Entry, error: Exception, target: DeviceTarget) -> None:
-        said = f"{type(error).__name__}: {error}"
-        if target.backend.is_of_the_device(error):  # a good plan fails too
-            self._report.fault(
-                "load", StoreError(f"{found.level} plan {entry.key.hex[:16]} was not loaded, for no fault of its own ({said})")
-            )
-            return
-        self._levels.ban(found)
-        self._refusals[entry.key.digest] = found.row.checksum, f"load: {said}"
-        self._report.fault("load", StoreError(f"{found.level} plan {entry.key.hex[:16]} does not load ({said}); building it anew"))
-
-    def _ready(self, entry: Entry, target: DeviceTarget, checksum: bytes = b"") -> Loaded:
-        """An entry as a plan that this thread can run, kept in memory."""
-        levels, key = self._levels, entry.key.digest
-
-        def load() -> Executable:
-            with levels.mark(key, "load", checksum):
-                return target.backend.load(entry)
-
-        loaded = Loaded(
-            load,
-            device=target.device.ordinal,
-            workspace_size=entry.workspace_size,
-            entry=entry,
-            releases=target.backend.releases,
-        )
-        self._live.add(loaded)
-        if not target.device.is_file:
-            loaded.seat()
-        with self._guard:
-            if self._closed:  # while this plan was built or loaded
-                loaded.close()
-                raise ClosedError("the cache was closed while this plan was made")
-            self._plans.add((key, target.device.ordinal), loaded)
-        target.backend.releases.drain()
-        return loaded
-
     def _build(
         self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str], refresh: bool
     ) -> tuple[Loaded, str]:
+        from plancache import building  # not on the way to a hit
+
         with self._single_flight().building(key.digest):
             found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
             if found is not None:
@@ -278,35 +172,17 @@ class PlanCache(StoredPlans):
                 raise CaptureError("this plan is not ready, and the current stream is capturing; plan the graph before the capture")
             known = self._levels.verdicts(key.digest)
             if not refresh:
-                _refuse_known(known, key, target)
+                building.refuse_known(known, key, target)
             self._report.count(misses=1)
             self._report.tell("miss", key.digest, 0.0, "nothing usable is stored")
-            _check_outputs(reading.graph)
-            entry = self._built(reading, key, target, constraints, variables)
+            building.check_outputs(reading.graph)
+            entry = building.build(self._levels, reading, key, target, constraints, variables)
             loaded = self._ready(entry, target)  # before it is stored: what does not load is not kept
             self._report.count(builds=1, build_s=entry.build_s)
             self._report.tell("build", key.digest, entry.build_s, entry.engine)
             _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
             self._store(entry, target, refresh, known)
         return loaded, "built"
-
-    def _built(self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str]) -> Entry:
-        here = not target.device.is_file
-        try:
-            with self._levels.mark(key.digest, "build") if here else nullcontext():  # a crash in the child is not ours
-                target.backend.check_copy(reading)
-                built = target.builder.build(reading.signature, constraints, variables)
-        except load_frontend().cudnnGraphNotSupportedError as error:
-            if not target.unknown and not target.backend.is_of_the_device(error):
-                self._levels.record("unsupported" if here else WITHOUT_GPU, key.digest, str(error))
-            raise
-        return Entry.of(
-            built,
-            key=key,
-            quality="heuristic" if here else "compiled",
-            created_at=time.time(),
-            provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
-        )
 
     def _tuned(
         self,
@@ -317,24 +193,29 @@ class PlanCache(StoredPlans):
         variables: dict[str, str],
         tuning: Tuning,
         inputs: Mapping[Any, Any] | None,
+        refresh: bool,
     ) -> tuple[Loaded, str]:
         """The tuned plan, or what was found where there is none to be had."""
         entry = found[0].entry
         assert entry is not None
-        if entry.quality == "tuned" or entry.key.digest in self._settled:
+        if not refresh and (entry.quality == "tuned" or entry.key.digest in self._settled):
             return found
         if is_capturing():
             raise CaptureError("this plan is not tuned, and the current stream is capturing; tune it before the capture")
         from plancache.tuner import Job, Tuner, by_uid
 
-        tuner = Tuner(self._levels, target, variables, tuning)
-        (tuned,) = tuner.tune([Job(entry.key, entry, constraints, by_uid(reading, inputs or {}))])
+        job = Job(entry.key, entry, constraints, by_uid(reading, inputs or {}))
+        (tuned,) = Tuner(self._levels, target, variables, tuning, refresh=refresh, on_fault=self._report.fault).tune([job])
+        if tuned.error is not None:
+            self._plans.drop(entry.key.digest)  # it may be what was shown wrong
+            raise tuned.error
         if tuned.entry is None:
             _log.info("%s stays as it is: %s", entry.description.summary, tuned.reason)
-            self._settled.add(entry.key.digest)
+            if not tuned.elsewhere:
+                self._settled.add(entry.key.digest)
             return found
         self._plans.drop(entry.key.digest)
-        return self._ready(tuned.entry, target), "built"
+        return self._ready(tuned.entry, target), "local" if tuned.elsewhere else "built"
 
     def tune(
         self,
@@ -343,41 +224,74 @@ class PlanCache(StoredPlans):
         tuning: Tuning | None = None,
         refresh: bool = False,
         on_done: Callable[[Tuned], object] | None = None,
+        on_step: Callable[[], object] = lambda: None,
     ) -> list[Tuned]:
-        """Tunes graphs (or objects with a `graph`), or all untuned entries that are stored for this device and environment.
+        """Tunes graphs (or objects with a `graph`), stored entries, or all untuned ones that are stored for this device and environment.
 
-        `refresh`: tuned ones too. `on_done`: called after each. Raises `NotExecutableError` for a device file.
+        What one fails of is its `Tuned.error`, and the others go on. `refresh`: tuned ones too. `on_done`: called after each.
+        `on_step`: called twice for each, when it was looked at and when it was decided. Raises `NotExecutableError` for a device file.
         """
         from plancache.autotune import Tuning
-        from plancache.tuner import Tuner, stored_jobs
+        from plancache.tuner import Tuner
 
-        target, variables = self._targets.current(), result_changing_variables()
-        if target.device.is_file:
-            raise NotExecutableError("tuning runs plans, and this cache is for a device file; tune on the GPU itself")
-        if graphs is None:
-            jobs = list(stored_jobs(self._levels, target, variables, refresh=refresh))
-        else:
-            jobs = [self._job(getattr(graph, "graph", graph), target, variables) for graph in graphs]
-        done = []
-        for tuned in Tuner(self._levels, target, variables, tuning or self._tuning or Tuning(), refresh=refresh).tune(jobs):
+        target, variables = self._runnable_target()
+        items = self.to_tune(refresh=refresh) if graphs is None else graphs
+        jobs = [self._job(item, target, variables) for item in items]
+        tuner = Tuner(
+            self._levels,
+            target,
+            variables,
+            tuning or self._tuning or Tuning(),
+            refresh=refresh,
+            on_fault=self._report.fault,
+            on_step=on_step,
+        )
+        done = {}
+        for tuned in tuner.tune({job.key: job for job in jobs}.values()):  # a graph may be given twice
             self._plans.drop(tuned.key.digest)
-            done.append(tuned)
+            self._settled.discard(tuned.key.digest)
+            done[tuned.key] = tuned
             if on_done is not None:
                 on_done(tuned)
-        order = {job.key: place for place, job in enumerate(jobs)}
-        return sorted(done, key=lambda tuned: order[tuned.key])
+        return [done[job.key] for job in jobs]
 
-    def _job(self, graph: Any, target: DeviceTarget, variables: dict[str, str]) -> Job:
-        """What tuning a graph takes. Raises `UncacheableGraphError` for one that has no key."""
-        from plancache.tuner import Job
+    def to_tune(self, *digests: str | PlanKey, refresh: bool = False) -> list[Entry]:
+        """The stored entries that `tune` would tune here: all untuned ones, or of those whose keys start so; tuned ones too on refresh.
 
+        Raises `LookupError` for a key that no entry has, or one that is not for this device and environment.
+        """
+        from plancache.tuner import is_of, stored_entries
+
+        target, variables = self._runnable_target()
+        if not digests:
+            return list(stored_entries(self._levels, target, variables, refresh=refresh))
+        named = {entry.key: entry for entry in map(self.entry, digests)}
+        for entry in named.values():
+            if not is_of(entry, target, variables):
+                raise LookupError(f"{entry!r} is not for this {target.device.model} with the libraries and variables here")
+        return [entry for entry in named.values() if refresh or entry.quality != "tuned"]
+
+    def _runnable_target(self) -> tuple[DeviceTarget, dict[str, str]]:
+        target = self._targets.current()
+        if target.device.is_file:
+            raise NotExecutableError("tuning runs plans, and this cache is for a device file; tune on the GPU itself")
+        return target, result_changing_variables()
+
+    def _job(self, item: Any, target: DeviceTarget, variables: dict[str, str]) -> Job:
+        """What tuning a graph or a stored entry takes. Raises `UncacheableGraphError` for one that has no key."""
+        from plancache import building
+        from plancache.tuner import Job, job_of
+
+        if isinstance(item, Entry):
+            return job_of(item)
+        graph = getattr(item, "graph", item)
         try:
             self._check_environment(target, variables)
             reading = read(graph, target.device, self._seen)
             key = make_key(reading.signature, target.place, variables, self._constraints)
             found = self._look_up(key, target)
             if found is None:
-                _check_outputs(graph)
+                building.check_outputs(graph)
                 target.backend.check_copy(reading)
         except Uncacheable as error:
             raise UncacheableGraphError(error.reason, "it cannot be tuned") from None
@@ -405,7 +319,7 @@ class PlanCache(StoredPlans):
             checksum, reason = self._refusals.pop(digest)
             self._levels.record("quarantined", digest, reason, checksum)
             self._report.tell("quarantine", digest, 0.0, reason)
-        self._levels.lift([verdict for verdict in known if verdict.kind in ("unsupported", WITHOUT_GPU, "struck")])
+        self._levels.lift([verdict for verdict in known if verdict.kind.startswith(("unsupported", "struck"))])
 
     # ---- what cannot be cached
 
@@ -515,23 +429,6 @@ def _release(process: int, targets: Targets, live: WeakSet[Loaded], levels: Leve
     levels.close()
     if report.statistics.hits or report.statistics.misses:
         _log.info("%s", report.statistics.summary())
-
-
-WITHOUT_GPU = "unsupported without a GPU"
-
-
-def _refuse_known(known: list[Verdict], key: PlanKey, target: DeviceTarget) -> None:
-    """Raises what is known to be the outcome of building this key."""
-    for verdict in known:
-        if verdict.kind == "unsupported" or (verdict.kind == WITHOUT_GPU and target.device.is_file):
-            raise load_frontend().cudnnGraphNotSupportedError(verdict.reason)
-        if verdict.kind == "struck" and not verdict.checksum and verdict.count >= STRIKES and not target.device.is_file:
-            raise StruckError(key.hex, f"{verdict.count} processes ended while they built it ({verdict.reason})")
-
-
-def _check_outputs(graph: Any) -> None:
-    if all(tensor.is_virtual for node in graph._nodes for tensor in node.outputs.values()):
-        raise GraphStateError("no tensor of the graph is an output; call set_output(True) on what the graph computes")
 
 
 def _in_this_thread(executable: Executable) -> Callable[[], Executable]:

@@ -96,6 +96,23 @@ class ProofError(PlancacheError, RuntimeError):
         return type(self), (self.digest, self.reason)
 
 
+class DeniedError(PlancacheError, RuntimeError):
+    """cuDNN's choice for this graph was shown wrong before, and there is no other (`digest` names the key, `denial` the denial)."""
+
+    def __init__(self, digest: str, engine: str, reason: str, denial: str) -> None:
+        super().__init__(
+            f"no plan for {digest[:16]}: {engine} is denied ({reason}), and no other can be built here; "
+            f"bar it (Constraints(barred_engines=...)), or, where it is right after all: plancache rm --verdicts {denial[:16]}"
+        )
+        self.digest = digest
+        self.engine = engine
+        self.reason = reason
+        self.denial = denial
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+        return type(self), (self.digest, self.engine, self.reason, self.denial)
+
+
 class DeviceError(PlancacheError, RuntimeError):
     """There is no GPU to plan for, or the one named does not exist."""
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from plancache.description import Description, decode
-from plancache.entry import MALFORMED, check_facts, is_time, split_preimage
+from plancache.entry import MALFORMED, Trial, check_facts, is_time, split_preimage
 from plancache.errors import CorruptEntryError
 from plancache.key import PlanKey
 
@@ -44,6 +44,15 @@ class Listed:
     def description(self) -> Description:
         return decode(self.key.components["signature"])
 
+    @property
+    def _time_us(self) -> float | None:
+        """The median run time that tuning measured, in microseconds."""
+        if self.facts["quality"] != "tuned":
+            return None
+        learned = json.loads(self.facts["learned"]) if "learned" in self.facts else self.facts
+        trials = [Trial(*trial) for trial in learned.get("trials", ())]
+        return next((trial.time_us for trial in trials if trial.name == self.facts["recipe"][0]), None)
+
     def to_dict(self) -> dict[str, Any]:
         """The entry as `plancache ls --json` prints it."""
         components = self.key.components
@@ -52,6 +61,8 @@ class Listed:
             "graph": self.description.summary,
             "quality": self.facts["quality"],
             "engine": self.facts["recipe"][0],
+            "proof": self.facts.get("proof", "none"),
+            "time_us": self._time_us,
             "device": json.loads(components["model"]),
             "cudnn_version": json.loads(components["cudnn"])["version"],
             "frontend_version": json.loads(components["frontend"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -10,16 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from plancache import __version__
 from plancache.autotune import Outcome, Race, Tuning
+from plancache.building import denial, denials_of
 from plancache.capture import quietly
 from plancache.conditions import conditions, is_quiet
-from plancache.description import decode, family
-from plancache.entry import Built, Candidate, Entry, unpack
-from plancache.errors import CorruptEntryError, OperandError, ProofError
+from plancache.description import decode
+from plancache.entry import Built, Candidate, Entry, unpack, usable
+from plancache.errors import CorruptEntryError, OperandError, ProofError, StoreError
 from plancache.key import Constraints, Place, PlanKey
 from plancache.singleflight import SingleFlight
 from plancache.workbench import Workbench, release
@@ -47,13 +48,18 @@ class Job(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """What became of one. `entry`: the tuned one, or None where `reason` says why there is none."""
+    """What became of one. `entry`: the tuned one, or None where `reason` says why there is none.
+
+    `error`: where it failed, by which tuning this one plan ended. `elsewhere`: another process tunes it, or has.
+    """
 
     key: PlanKey
     before: Entry | None
     entry: Entry | None
     seconds: float
-    reason: str
+    reason: str = ""
+    error: Exception | None = None
+    elsewhere: bool = False
 
     @property
     def summary(self) -> str:
@@ -71,76 +77,117 @@ class Tuned(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A graph between the first look and the decision; `race` is None where another process tuned it: `found`."""
+    """A graph between the first look and the decision."""
 
     job: Job
     bench: Workbench
-    race: Race | None
+    race: Race
     heuristic: Entry | None
-    found: Entry | None
     seconds: float
 
 
 class Tuner:
-    """Tunes plans for one device, with children that compile ahead."""
+    """Tunes plans for one device, with children that compile ahead.
+
+    `refresh`: tuned ones too. `on_fault`: told what the cache could not do. `on_step`: called twice for each plan: when it was
+    looked at, and when it was decided.
+    """
 
     def __init__(
-        self, levels: Levels, target: DeviceTarget, variables: Mapping[str, str], tuning: Tuning, *, refresh: bool = False
+        self,
+        levels: Levels,
+        target: DeviceTarget,
+        variables: Mapping[str, str],
+        tuning: Tuning,
+        *,
+        refresh: bool = False,
+        on_fault: Callable[[str, StoreError], None],
+        on_step: Callable[[], object] = lambda: None,
     ) -> None:
         self._levels = levels
         self._target = target
         self._variables = variables
         self._tuning = tuning
         self._refresh = refresh
+        self._on_fault = on_fault
+        self._on_step = on_step
         self._builders = target.builders(variables, tuning.jobs)
         folder = levels.lock_folder()
         # a lock of its own: a tuning takes longer than any build, and only those who wait for it are to wait
         self._flight = SingleFlight(
             None if folder is None else folder.with_name("tuning"),
             timeout_s=threading.TIMEOUT_MAX,
-            on_fault=lambda error: _log.warning("%s", error),
+            on_fault=lambda error: on_fault("lock", error),
         )
 
     def tune(self, jobs: Iterable[Job]) -> Iterator[Tuned]:
         """All compile side by side, and are looked at as they are ready; when nothing compiles any more they are decided.
 
-        Those that another process tunes at the moment come last, when no lock is held.
+        Those that another process tunes at the moment come last, when no lock is held. What one fails of is told of it, and
+        the others go on.
         """
-        until = time.monotonic() + (self._tuning.total_budget_s or math.inf)
+        until = math.inf if self._tuning.total_budget_s is None else time.monotonic() + self._tuning.total_budget_s
         taken: list[Job] = []
         waiting = iter(jobs)
         while batch := list(islice(waiting, _AHEAD)):
             with ExitStack() as locks:
-                screened = []
-                for job, bench in self._as_ready(batch):
-                    if time.monotonic() > until:
-                        yield Tuned(job.key, job.entry, None, 0.0, "the budget for all graphs was spent")
-                    elif not locks.enter_context(self._flight.attempt(job.key.digest)):
-                        taken.append(job)
-                    else:
-                        screened.append(self._screened(job, bench))
-                for work in screened:
-                    yield self._decided(work)
+                mine: list[Job] = []
+                for job in batch:
+                    free = locks.enter_context(self._flight.attempt(job.key.digest))
+                    (mine if free else taken).append(job)
+                yield from self._all(mine, until)
         for job in taken:
-            yield self._tune_later(job)
+            if not self._tuning.wait:
+                yield self._done(Tuned(job.key, job.entry, None, 0.0, "another process tunes it", elsewhere=True), steps=2)
+                continue
+            with self._flight.building(job.key.digest):
+                yield from self._all([job], until)
 
-    def _as_ready(self, batch: list[Job]) -> Iterator[tuple[Job, Workbench]]:
+    def _all(self, jobs: list[Job], until: float) -> Iterator[Tuned]:
+        """Tunes those whose locks are held."""
+        untuned = []
+        for job in jobs:
+            found = None if self._refresh else self._stored_tuned(job.key)  # another process may have tuned it meanwhile
+            if found is None:
+                untuned.append(job)
+            else:
+                yield self._done(Tuned(job.key, job.entry, found, 0.0, "another process tuned it", elsewhere=True), steps=2)
+        screened = []
+        for job, bench in self._as_ready(untuned):
+            if time.monotonic() >= until:
+                yield self._done(Tuned(job.key, job.entry, None, 0.0, "the budget for all graphs was spent"), steps=2)
+                continue
+            work = bench if isinstance(bench, Tuned) else _or_failed(job, partial(self._screened, job, bench))
+            if isinstance(work, Tuned):
+                yield self._done(work, steps=2)
+            else:
+                screened.append(work)
+                self._on_step()
+        for work in screened:
+            yield self._done(_or_failed(work.job, partial(self._decided, work)))
+
+    def _done(self, tuned: Tuned, steps: int = 1) -> Tuned:
+        for _ in range(steps):
+            self._on_step()
+        return tuned
+
+    def _as_ready(self, jobs: list[Job]) -> Iterator[tuple[Job, Workbench | Tuned]]:
         """Jobs with their benches, those whose candidates are built first."""
-        ahead = [(job, self._bench(job)) for job in batch]
+        ahead: list[tuple[Job, Workbench]] = []
+        for job in jobs:
+            bench = _or_failed(job, partial(self._bench, job))
+            if isinstance(bench, Tuned):
+                yield job, bench
+            else:
+                ahead.append((job, bench))
         for _, bench in sorted(ahead, key=lambda pair: -pair[1].compiling()):
             bench.start_compiling()  # the longest first, or one is waited for at the end
         while ahead:
             yield ahead.pop(next((at for at, (_, bench) in enumerate(ahead) if bench.ready()), 0))
 
-    def _tune_later(self, job: Job) -> Tuned:
-        if not self._tuning.wait:
-            return Tuned(job.key, job.entry, None, 0.0, "another process tunes it")
-        with self._flight.building(job.key.digest):
-            return self._decided(self._screened(job, self._bench(job)))
-
     def _bench(self, job: Job) -> Workbench:
         signature = job.key.components["signature"]
-        bench = Workbench(self._target.backend, self._builders, signature, job.constraints, self._tuning, job.inputs)
+        bench = Workbench(self._target.backend, self._builders, signature, job.constraints, self._tuning, job.inputs, self._barred(job))
         if bench.compiling() <= _FEW:
             bench.start_compiling()  # at once: its turn comes first
         return bench
@@ -148,47 +195,61 @@ class Tuner:
     def _screened(self, job: Job, bench: Workbench) -> _Work:
         """What is left of a graph's candidates after a first look; the heuristic's plan is stored by then."""
         started = time.monotonic()
-        found = None if self._refresh else self._stored_tuned(job.key)  # another process may have tuned it meanwhile
-        if found is not None:
-            return _Work(job, bench, None, job.entry, found, 0.0)
         heuristic = job.entry or self._heuristic(job, bench)
-        race = Race(bench, self._tuning, denied=self._denied(job), first=self._recipes(job.key))
+        race = Race(
+            bench,
+            self._tuning,
+            denied=self._barred(job),
+            first=self._recipes(job.key),
+            watch=lambda candidate: self._levels.mark(denial(job.key, self._target, candidate), "load"),
+        )
         race.screen()
         with quietly():
             race.set_aside()
             bench.set_aside()
-        return _Work(job, bench, race, heuristic, None, time.monotonic() - started)
+        return _Work(job, bench, race, heuristic, time.monotonic() - started)
 
     def _decided(self, work: _Work) -> Tuned:
         """The winner, proven and stored."""
-        job, race, started = work.job, work.race, time.monotonic() - work.seconds
-        if race is None:
-            return Tuned(job.key, work.heuristic, work.found, work.seconds, "")
+        job, started = work.job, time.monotonic() - work.seconds
         before = self._conditions()
-        outcome = race.decide()
+        outcome = work.race.decide()
         after = self._conditions()
         self._deny(job, outcome)
         release(outcome.contestants, self._target.backend)
         work.bench.set_aside()
         if outcome.winner is None:
-            return Tuned(job.key, work.heuristic, None, time.monotonic() - started, self._without_winner(outcome, job.key))
+            reason = self._without_winner(outcome, job, work.heuristic)
+            return Tuned(job.key, work.heuristic, None, time.monotonic() - started, reason)
         entry = self._entry(job, outcome, before, after)
-        self._levels.put(entry, replace_equal=True)
-        return Tuned(job.key, work.heuristic, entry, time.monotonic() - started, "")
+        self._keep(entry, replace_equal=True)
+        return Tuned(job.key, work.heuristic, entry, time.monotonic() - started)
 
     def _heuristic(self, job: Job, bench: Workbench) -> Entry | None:
         """The heuristic's first plan, stored at once so that others can go on with it; None where none can be built."""
+        barred = self._barred(job)
         for option in bench.options():
+            if barred(option.candidate):
+                continue
             try:
-                built = bench.start(option).result()
-                bench.load(built)
+                with self._levels.mark(denial(job.key, self._target, option.candidate), "load"):
+                    built = bench.start(option).result()
+                    bench.load(built)
             except Exception as error:  # the next one is the heuristic's choice then
                 _log.debug("%s: %s", option.candidate.name, error)
                 continue
             entry = self._made(job, built, quality="heuristic")
-            self._levels.put(entry, replace_equal=False)
+            self._keep(entry, replace_equal=False)
             return entry
         return None
+
+    def _keep(self, entry: Entry, *, replace_equal: bool) -> None:
+        if self._target.unknown or "unknown" in entry.requirements.values():  # what it needs could not be checked when it is loaded
+            return
+        try:
+            self._levels.put(entry, replace_equal=replace_equal)
+        except StoreError as error:
+            self._on_fault("write", error)
 
     def _conditions(self) -> dict[str, Any]:
         return conditions(self._target.device.ordinal, own_processes=1 + self._builders.count)
@@ -216,14 +277,19 @@ class Tuner:
                 entry = unpack(found.row, key)
             except CorruptEntryError:
                 continue
-            if entry.quality == "tuned":
+            if entry.quality == "tuned" and usable(entry, self._target.backend.here) is None:
                 return entry
         return None
 
-    def _without_winner(self, outcome: Outcome, key: PlanKey) -> str:
-        if outcome.heuristic_is_wrong and outcome.heuristic is not None:
-            self._levels.forget(key.digest)
-            raise ProofError(key.hex, f"the heuristic's plan {outcome.heuristic.candidate.name}: {outcome.heuristic.reason}")
+    def _without_winner(self, outcome: Outcome, job: Job, heuristic: Entry | None) -> str:
+        """Why the heuristic's plan stays. Where it was shown wrong it goes, and `ProofError` is raised."""
+        wrong = outcome.heuristic if outcome.heuristic_is_wrong else None
+        name, reason = (wrong.candidate.name, wrong.reason) if wrong is not None else ("", "")
+        if wrong is None and heuristic is not None:
+            name, reason = heuristic.engine, denials_of(self._levels, job.key, self._target)(heuristic.recipe) or ""
+        if reason:
+            self._levels.forget(job.key.digest, reason)
+            raise ProofError(job.key.hex, f"the heuristic's plan {name}: {reason}")
         failed = [one for one in outcome.contestants if one.reason]
         return f"no candidate was proven; the heuristic's plan stays ({failed[-1].reason if failed else 'there is no other'})"
 
@@ -238,34 +304,41 @@ class Tuner:
                 found.append((facts.get("quality") != "tuned", facts["recipe"][0]))
         return [name for _, name in sorted(found)]
 
-    def _denied(self, job: Job) -> Callable[[Candidate], str | None]:
-        denials = self._levels.denials()
-        if not denials:
-            return lambda _: None
-        return lambda candidate: denials.get(self._denial(job, candidate))
+    def _barred(self, job: Job) -> Callable[[Candidate], str | None]:
+        """Says why a candidate is not to be tried: shown wrong, or processes ended in it."""
+        denied, struck = denials_of(self._levels, job.key, self._target), self._levels.struck()
+
+        def reason(candidate: Candidate) -> str | None:
+            found = denied(candidate)
+            if found is None and struck:
+                verdict = struck.get(denial(job.key, self._target, candidate))
+                found = verdict and (
+                    f"{verdict.count} processes ended while they built or ran it; "
+                    f"to try once more: plancache rm --verdicts {verdict.key.hex()[:16]}"
+                )
+            return found
+
+        return reason
 
     def _deny(self, job: Job, outcome: Outcome) -> None:
         for one in outcome.wrong:
             summary = decode(job.key.components["signature"]).summary
             _log.warning("%s is denied for graphs like %s: %s", one.candidate.name, summary, one.reason)
             reason = f"{one.candidate.name}, {summary}: {one.reason}"
-            self._levels.record("denied", self._denial(job, one.candidate), reason)
-
-    def _denial(self, job: Job, candidate: Candidate) -> bytes:
-        libraries, device = self._target.backend.libraries, self._target.device
-        return denial(job.key, libraries.cudnn_version, device.sm_version, candidate)
+            self._levels.record("denied", denial(job.key, self._target, one.candidate), reason)
 
 
-def denial(key: PlanKey, cudnn_version: int, sm_version: int, candidate: Candidate) -> bytes:
-    """Under what a candidate is denied: the graph's family, cuDNN's version, compute capability, engine and knobs."""
-    parts = [
-        hashlib.sha256(family(decode(key.components["signature"]))).hexdigest(),
-        cudnn_version,
-        sm_version,
-        candidate.engine,
-        sorted(candidate.knobs.items()),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).digest()
+T = TypeVar("T")
+
+
+def _or_failed(job: Job, step: Callable[[], T]) -> T | Tuned:
+    """What a step brings, or how it failed."""
+    started = time.monotonic()
+    try:
+        return step()
+    except Exception as error:  # one graph's, whatever it is; the others go on
+        _log.debug("tuning %s failed", job.key.hex[:16], exc_info=True)
+        return Tuned(job.key, job.entry, None, time.monotonic() - started, str(error) or type(error).__name__, error)
 
 
 def by_uid(reading: Reading, inputs: Mapping[Any, Any]) -> dict[int, Any]:
@@ -279,16 +352,23 @@ def by_uid(reading: Reading, inputs: Mapping[Any, Any]) -> dict[int, Any]:
     return {known[name]: buffer for name, buffer in inputs.items()}
 
 
-def stored_jobs(levels: Levels, target: DeviceTarget, variables: Mapping[str, str], *, refresh: bool) -> Iterator[Job]:
+def stored_entries(levels: Levels, target: DeviceTarget, variables: Mapping[str, str], *, refresh: bool) -> Iterator[Entry]:
     """The stored plans that may run here, untuned ones only unless all are to be done again."""
-    for listed in levels.listing():
-        found = next(levels.rows(listed.key), None)
+    for digest in dict.fromkeys(listed.key for listed in levels.listing()):
+        found = next(levels.rows(digest), None)
         try:
             entry = None if found is None else unpack(found.row)
         except CorruptEntryError:
             continue
-        if entry is None or (entry.quality == "tuned" and not refresh):
-            continue
-        parts = entry.key.components
-        if Place(*entry.key.preimages[1:6]) == target.place and json.loads(parts["variables"]) == dict(variables):
-            yield Job(entry.key, entry, Constraints(**json.loads(parts["constraints"])), {})
+        if entry is not None and (refresh or entry.quality != "tuned") and is_of(entry, target, variables):
+            yield entry
+
+
+def is_of(entry: Entry, target: DeviceTarget, variables: Mapping[str, str]) -> bool:
+    """Whether an entry is for this device and environment, and may run here."""
+    same = Place(*entry.key.preimages[1:6]) == target.place and json.loads(entry.key.components["variables"]) == dict(variables)
+    return same and usable(entry, target.backend.here) is None
+
+
+def job_of(entry: Entry) -> Job:
+    return Job(entry.key, entry, Constraints(**json.loads(entry.key.components["constraints"])), {})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from plancache.autotune import Tuning
 from plancache.backend import CudnnBackend, Option, Planned
 from plancache.capture import quietly
-from plancache.entry import Built
+from plancache.entry import Built, Candidate
 from plancache.errors import WorkspaceError
 from plancache.inputs import empty, output_uids, poison, synthesize, torch_in_use
 from plancache.key import Constraints
@@ -34,7 +34,7 @@ class Builders:
     def __init__(self, device: Device, cudnn: bytes, variables: Mapping[str, str], jobs: int | None) -> None:
         """`cudnn`: which one the keys name, as `Place.cudnn` says it."""
         cores = len(os.sched_getaffinity(0))
-        self._jobs = min(_MOST_JOBS, max(1, cores - 2)) if jobs is None else jobs
+        self.jobs = min(_MOST_JOBS, max(1, cores - 2)) if jobs is None else jobs
         self._device = device
         self._cudnn = cudnn
         self._variables = variables
@@ -46,9 +46,9 @@ class Builders:
 
     def start(self, signature: bytes, constraints: Constraints, option: Option, planned: Planned) -> Future[Built]:
         """Begins to build a candidate: in a child where it compiles, else at once, here, which takes milliseconds."""
-        if option.runtime_compiled and self._jobs:
+        if option.runtime_compiled and self.jobs:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._jobs, thread_name_prefix="plancache-build")
+                self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="plancache-build")
             return self._pool.submit(self._in_child, signature, constraints, option)
         future: Future[Built] = Future()
         try:
@@ -96,7 +96,10 @@ class Runnable:
 
 
 class Workbench:
-    """Implements `autotune.Bench`. `inputs`: by canonical uid; what is missing is synthesized. Outputs are the bench's own."""
+    """Implements `autotune.Bench`. `inputs`: by canonical uid; what is missing is synthesized. Outputs are the bench's own.
+
+    `barred`: whether a candidate is not worth compiling ahead, since it is not tried.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class Workbench:
         constraints: Constraints,
         tuning: Tuning,
         inputs: Mapping[int, Any],
+        barred: Callable[[Candidate], object] = lambda _: None,
     ) -> None:
         from plancache.description import decode
 
@@ -115,6 +119,7 @@ class Workbench:
         self._constraints = constraints
         self._tuning = tuning
         self._given = inputs
+        self._barred = barred
         self._description: Description = decode(signature)
         self._torch = torch_in_use()
         self._buffers: dict[int, Any] = {}
@@ -134,12 +139,15 @@ class Workbench:
 
     def compiling(self) -> int:
         """How many candidates are compiled, in seconds each, rather than taken from what cuDNN ships."""
-        return sum(option.runtime_compiled for option in self.options())
+        return len(self._to_compile())
+
+    def _to_compile(self) -> list[Option]:
+        return [option for option in self.options() if option.runtime_compiled and not self._barred(option.candidate)]
 
     def start_compiling(self) -> None:
-        """Begins to build those that compile, so that they are there when this graph's turn comes."""
-        for option in self.options():
-            if option.runtime_compiled:
+        """Begins to build those that compile, where children do, so that they are there when this graph's turn comes."""
+        if self._builders.jobs:
+            for option in self._to_compile():
                 self.start(option)
 
     def ready(self) -> bool:

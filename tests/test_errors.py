@@ -32,6 +32,7 @@ EXPECTED = {
     "CaptureError": RuntimeError,
     "StruckError": RuntimeError,
     "ProofError": RuntimeError,
+    "DeniedError": RuntimeError,
 }
 
 

@@ -30,6 +30,8 @@ def test_a_listed_entry_is_the_entry_without_its_plan() -> None:
         "graph": "relu [2x3] ",
         "quality": "heuristic",
         "engine": "eng7_k24=21",
+        "proof": "none",
+        "time_us": None,
         "device": "NVIDIA H200",
         "cudnn_version": 91900,
         "frontend_version": "1.32.0",

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from plancache import __version__
-from plancache.cli import doctor, ls, prune, rm, seal, show, stats, upgrade, verify, warm
+from plancache.cli import doctor, ls, prune, rm, seal, show, stats, tune, upgrade, verify, warm
 from plancache.cli.command import UsageError
 from plancache.errors import DamagedStoreError, PlancacheError, PlancacheWarning
 from plancache.events import ALL_THE_SAME
@@ -32,6 +32,7 @@ COMMANDS = (
     stats.COMMAND,
     verify.COMMAND,
     warm.COMMAND,
+    tune.COMMAND,
     rm.COMMAND,
     prune.COMMAND,
     prune.PURGE,

@@ -8,6 +8,7 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from plancache.cli import trials
 from plancache.cli.command import Command, nothing_stored, print_json, settings_to_look
 from plancache.cli.graph import operations, print_graph, tensors
 from plancache.cli.tables import count, cuda_version, duration, milliseconds, pairs, shorten, size, table
@@ -27,6 +28,7 @@ _VALUE_WIDTH = 70
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", metavar="KEYPREFIX", help="the first hex digits of the plan's key, as 'plancache ls' shows them")
+    parser.add_argument("--all", action="store_true", help="of a tuned plan, show those candidates too that lost early")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_facts(entry, listed))
     else:
-        _print(entry, listed)
+        _print(entry, listed, everything=args.all)
     return 0
 
 
@@ -62,6 +64,8 @@ def _facts(entry: Entry, listed: Listed) -> dict[str, Any]:
         "timings_s": dict(entry.timings_s),
         "proof": entry.proof,
         "tolerance": entry.tolerance,
+        "trials": trials.facts(entry),
+        "conditions": dict(entry.conditions),
         "provenance": dict(entry.provenance),
         "components": {name: {"sha256": digests[name], "value": _value(name, data)} for name, data in entry.key.components.items()},
     }
@@ -74,7 +78,7 @@ def _value(name: str, preimage: bytes) -> Any:
 # ---- for people
 
 
-def _print(entry: Entry, listed: Listed) -> None:
+def _print(entry: Entry, listed: Listed, *, everything: bool) -> None:
     fact = listed.to_dict()
     print(pairs([("key", entry.key.hex), ("graph", fact["graph"])], indent=""))
     print_graph(entry)
@@ -85,7 +89,11 @@ def _print(entry: Entry, listed: Listed) -> None:
         _section("requirements", list(entry.requirements.items()))
     _section("history", _history(entry, fact))
     _print_components(entry, fact)
-    _print_candidates(entry)
+    if entry.trials:
+        _section("tuning", [("date", _moment(entry.created_at)), *trials.conditions(entry.conditions)])
+        print(f"\n{trials.text(entry, everything=everything)}")
+    else:
+        _print_candidates(entry)
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> None:
@@ -99,6 +107,7 @@ def _plan(entry: Entry, fact: dict[str, Any]) -> list[tuple[str, str]]:
         ("quality", _QUALITIES[entry.quality]),
         ("proof", ("none (nothing was run)" if entry.proof == "none" else entry.proof) + tolerance),
         ("engine", entry.engine),
+        *([] if fact["time_us"] is None else [("run time", f"{fact['time_us']:.1f} us")]),
         ("workspace", size(entry.workspace_size)),
         ("notes", ", ".join(entry.behavior_notes) or "none"),
         ("size", f"{size(fact['plan_bytes'])}, stored as {size(fact['stored_bytes'])}"),
@@ -152,7 +161,7 @@ def _component(name: str, preimage: bytes, fact: dict[str, Any]) -> str:
 COMMAND = Command(
     "show",
     "show one stored plan in full",
-    "Its graph, recipe, candidates, timings, proof and key. Needs neither a GPU nor cuDNN.",
+    "Its graph, recipe, candidates, timings, proof and key; of a tuned plan also what each candidate took. Needs neither a GPU nor cuDNN.",
     "plancache show 329592ce9e31\nplancache show 3295 --json | jq .recipe",
     _configure,
     _run,

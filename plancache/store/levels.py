@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 STRIKES = 2
 """So many processes that ended in a risky step, and it is not tried again."""
 
+_WRONG = "wrong:"  # how the reason begins of a row that computes the wrong thing
+
 _REST_S = 60.0
 """After a fault of the local store it is left alone for so long: each look may have waited for a lock that nobody lets go of."""
 
@@ -47,6 +49,7 @@ class Levels:
         self._sealed: list[SealedFile] = []
         self._banned: dict[tuple[bytes, bytes], str | None] = {}  # why rows are not loaded, until that was said; by key and checksum
         self._corrupt: set[Row] = set()  # whole rows, since a good copy elsewhere has the same key and checksum
+        self._denied: dict[bytes, str] = {}  # what could not be recorded
         self._condemned: dict[bytes, bytes] = {}  # local rows that a new build replaces, by key
         self._failed = False  # the local store could not be opened: it is asked no more
         self._rests_until = 0.0
@@ -106,7 +109,7 @@ class Levels:
                 self._marks = Marks(self._settings.directory / "marks")
                 self._count_casualties(database, self._marks)
             for verdict in database.verdicts():
-                if verdict.kind == "quarantined" and verdict.reason.startswith("load:"):  # other bytes have the checksum to tell
+                if verdict.kind == "quarantined" and verdict.reason.startswith(("load:", _WRONG)):  # other bytes have the checksum to tell
                     self._banned[verdict.key, verdict.checksum] = None
                 elif verdict.kind == "struck" and verdict.checksum and verdict.count >= STRIKES:
                     self._banned[verdict.key, verdict.checksum] = f"{verdict.count} processes ended while they loaded it ({verdict.reason})"
@@ -310,8 +313,8 @@ class Levels:
         if found.level == "local" and isinstance(found.row.checksum, bytes):  # one of another type gives way by itself
             self._condemned[found.row.key] = found.row.checksum
 
-    def verdicts(self, key: bytes) -> list[Verdict]:
-        """What the local store knows of a key now; nothing where it cannot be read."""
+    def verdicts(self, key: bytes | None = None) -> list[Verdict]:
+        """What the local store knows of a key, or of all, now; nothing where it cannot be read."""
         database = self.local
         try:
             asked = database is not None and not self._failed and time.monotonic() >= self._rests_until
@@ -321,22 +324,25 @@ class Levels:
             return []
 
     def denials(self) -> dict[bytes, str]:
-        """What was shown wrong, by the digest that `tuner.denial` makes, with the reason."""
-        database = self.local
-        try:
-            return {verdict.key: verdict.reason for verdict in database.verdicts() if verdict.kind == "denied"} if database else {}
-        except StoreError as error:
-            _log.debug("no denials: %s", error)
-            return {}
+        """What was shown wrong, by the digest that `building.denial` makes, with the reason."""
+        return self._denied | {verdict.key: verdict.reason for verdict in self.verdicts() if verdict.kind == "denied"}
 
-    def forget(self, key: bytes) -> None:
-        """Takes a key's entry out of the local store: it was shown wrong."""
+    def struck(self) -> dict[bytes, Verdict]:
+        """What is not tried any more, since processes ended in it: by the key, or a candidate's digest, that was marked."""
+        found = [verdict for verdict in self.verdicts() if verdict.kind == "struck" and not verdict.checksum]
+        return {verdict.key: verdict for verdict in found if verdict.count >= STRIKES}
+
+    def forget(self, key: bytes, reason: str) -> None:
+        """Takes a key's entry out of the local store, since it was shown wrong; one in a sealed file is not used any more."""
         from plancache.store.retention import Removal, remove, scan
 
         database = self._writable()
         if database is not None:
             chosen = tuple(stored for stored in scan(database) if stored.key == key)
             remove(database, Removal(chosen, 0))
+        for found in self.rows(key):
+            self.ban(found)
+            self.record("quarantined", key, f"{_WRONG} {reason}", found.row.checksum)
 
     def record(self, kind: str, key: bytes, reason: str, checksum: bytes = b"") -> None:
         """Notes a verdict where there is a place for it."""
@@ -344,8 +350,11 @@ class Levels:
         if database is not None and isinstance(checksum, bytes):
             try:
                 database.record(Verdict(kind, key, checksum, reason, 1, time.time()))
+                return
             except StoreError as error:
                 _log.debug("not recorded, %s %s: %s", kind, key.hex()[:16], error)
+        if kind == "denied":  # this process knows it all the same
+            self._denied[key] = reason
 
     def lift(self, verdicts: list[Verdict]) -> None:
         """Forgets verdicts that have proven wrong."""
