@@ -39,9 +39,9 @@ class Tuning:
     `budget_s`: seconds a graph's builds and timings may take; the best so far is kept. `total_budget_s`: of all graphs of one
     `tune`. `modes`: heuristic modes that name candidates. `measure`: `eager`, or `graph` for replays of a CUDA graph.
     `tie_margin`: candidates closer than about that are tied, and the fixed order decides (less workspace, deterministic, the
-    heuristic's order). `tolerance`: between outputs, relative to the largest value; by default what type and reduction length
-    allow. `jobs`: child processes that compile, by default one a core up to 8; 0 compiles in this process. `wait`: for
-    another process that tunes the same plan; otherwise go on with the heuristic's.
+    heuristic's order). `tolerance`: between outputs, relative to the values around, beyond one step of the type; by default
+    what type and reduction length allow. `jobs`: child processes that compile, by default one a core up to 8; 0 compiles in
+    this process. `wait`: for another process that tunes the same plan; otherwise go on with the heuristic's.
     """
 
     budget_s: float = 120.0
@@ -86,6 +86,9 @@ class Bench(Protocol):
 
     def bounds(self) -> Mapping[int, float]:
         """How far right results may be apart, by output."""
+
+    def partly_written(self) -> frozenset[int]:
+        """Outputs of which a right plan leaves parts as they were."""
 
 
 @dataclass(eq=False)
@@ -392,7 +395,7 @@ class _Jury:
         if one in self._wrong or not _loaded(self._bench, one):
             return False
         try:
-            left = unwritten(self._run(one, POISONS[0]), self._run(one, POISONS[1]), POISONS)
+            left = unwritten(self._run(one, POISONS[0]), self._run(one, POISONS[1]), POISONS, partly=self._bench.partly_written())
         except Exception as error:  # a run that raises proves nothing, and takes the candidate out
             one.result, one.reason = "failed", _first_line(error)
             one.runnable = None

@@ -14,7 +14,7 @@ from plancache.backend import CudnnBackend, Option, Planned
 from plancache.capture import quietly
 from plancache.entry import Built, Candidate
 from plancache.errors import WorkspaceError
-from plancache.inputs import empty, output_uids, poison, synthesize, torch_in_use
+from plancache.inputs import empty, output_uids, partly_written, poison, synthesize, torch_in_use
 from plancache.key import Constraints
 from plancache.proof import tolerance
 
@@ -243,7 +243,15 @@ class Workbench:
             poison(self._torch, self._buffers[uid], poison_byte)
         runnable.run(self._stream())
         self._torch.cuda.synchronize()
-        return {uid: self._buffers[uid].clone() for uid in self._outputs}
+        return {uid: self._copied(self._buffers[uid]) for uid in self._outputs}
+
+    def _copied(self, buffer: Any) -> Any:
+        if buffer.dtype != self._torch.bool:
+            return buffer.clone()
+        return buffer.view(self._torch.uint8).clone().view(self._torch.bool)  # cloned as such its bytes become 0 and 1
+
+    def partly_written(self) -> frozenset[int]:
+        return partly_written(self._description)
 
     def bounds(self) -> Mapping[int, float]:
         types = {uid: self._description.tensors[uid - 1]["data_type"] for uid in self._outputs}

@@ -90,6 +90,9 @@ class FakeBench:
     def bounds(self) -> Mapping[int, float]:
         return {9: 1e-3}
 
+    def partly_written(self) -> frozenset[int]:
+        return frozenset()
+
 
 def results(outcome: Outcome) -> dict[str, str]:
     return {contestant.candidate.name: contestant.result for contestant in outcome.contestants}
