@@ -221,6 +221,7 @@ class CudnnBackend(Copies):
         cudnn = load_frontend()
         _lower(copy, constraints, clock)
         copy.create_execution_plan(candidate.engine, {member(cudnn, "knob_type", name): value for name, value in candidate.knobs.items()})
+        _filter(copy, constraints)
         copy.check_support()
         clock.append(time.perf_counter())
 
@@ -228,15 +229,7 @@ class CudnnBackend(Copies):
         cudnn = load_frontend()
         _lower(copy, constraints, clock)
         copy.create_execution_plans([member(cudnn, "heur_mode", mode) for mode in modes])
-        barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
-        for select, kind, names in (
-            (copy.deselect_numeric_notes, "numerical_note", barred),
-            (copy.select_numeric_notes, "numerical_note", constraints.required_numerical_notes),
-            (copy.deselect_behavior_notes, "behavior_note", constraints.barred_behavior_notes),
-            (copy.select_behavior_notes, "behavior_note", constraints.required_behavior_notes),
-        ):
-            if names:
-                select([member(cudnn, kind, name) for name in names])
+        _filter(copy, constraints)
         copy.check_support()
         clock.append(time.perf_counter())
 
@@ -354,6 +347,20 @@ def _lower(copy: Any, constraints: Constraints, clock: list[float]) -> None:
     limits = [limit for limit in (constraints.workspace_limit_bytes, copy._workspace_limit) if limit is not None]
     if limits:
         copy.deselect_workspace_greater_than(min(limits))
+
+
+def _filter(copy: Any, constraints: Constraints) -> None:
+    """Bars plans by their notes. The list keeps them, whatever names them; building one fails."""
+    cudnn = load_frontend()
+    barred = constraints.barred_numerical_notes + (("NONDETERMINISTIC",) if constraints.deterministic else ())
+    for select, kind, names in (
+        (copy.deselect_numeric_notes, "numerical_note", barred),
+        (copy.select_numeric_notes, "numerical_note", constraints.required_numerical_notes),
+        (copy.deselect_behavior_notes, "behavior_note", constraints.barred_behavior_notes),
+        (copy.select_behavior_notes, "behavior_note", constraints.required_behavior_notes),
+    ):
+        if names:
+            select([member(cudnn, kind, name) for name in names])
 
 
 def _notes(copy: Any, index: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from samples import matmul
 
 from plancache import Constraints, graphs
 from plancache.compiler import Compiler, c_compiler, compile_stub
-from plancache.environment import Libraries, mapped_libraries
+from plancache.environment import Libraries, load_frontend, mapped_libraries
 from plancache.errors import ClosedError, CompilerError
 from plancache.key import Place
 from plancache.signature import read
@@ -266,3 +266,13 @@ def test_a_candidate_is_built_by_engine_and_knobs(compiler, device):
     built = compiler.build(signature(device), Constraints(), {}, other)
     assert built.recipe == other
     assert built.operands == first.operands
+
+
+def test_a_candidate_that_the_constraints_bar_is_not_built(compiler, device):
+    """Building by engine and knobs heeds notes and engines as building by the heuristics does."""
+    matmul_signature = read(matmul(), device).signature
+    compiled = compiler.build(matmul_signature, Constraints(), {}).recipe
+    for barred in (Constraints(barred_behavior_notes=("RUNTIME_COMPILATION",)), Constraints(barred_engines=(f"eng{compiled.engine}",))):
+        with pytest.raises((CompilerError, load_frontend().cudnnGraphNotSupportedError)):
+            compiler.build(matmul_signature, barred, {}, compiled)
+    assert compiler.build(matmul_signature, Constraints(deterministic=True), {}, compiled).recipe == compiled
