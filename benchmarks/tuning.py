@@ -110,7 +110,7 @@ def _exhaustive(directory: Path) -> dict[str, Any]:
         for option in options:
             try:
                 best = min(best, (_timed(torch, bench, planned, option.candidate), option.candidate), key=lambda pair: pair[0])
-            except Exception as error:
+            except Exception as error:  # one candidate's; the loop goes on
                 print(f"{option.candidate.name}: {error}", file=sys.stderr)
             candidates += 1
         paused = time.perf_counter()
@@ -204,7 +204,7 @@ def _retime(directory: Path) -> dict[str, Any]:
             times = dict(zip(distinct, bench.time_us(list(distinct.values()), 100), strict=True))
             result[case.name] = {}
             for way, plan in plans.items():
-                timed = Contestant(None, 0, times_us=times[plan.recipe.name])  # type: ignore[arg-type]
+                timed = Contestant(None, 0, times_us=times[plan.recipe.name])  # type: ignore[arg-type]  # only its times are asked
                 low, high = timed.interval_us()
                 result[case.name][way] = [low, timed.median_us, high, plan.recipe.name]
     return result

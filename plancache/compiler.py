@@ -231,7 +231,7 @@ def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any],
         else:
             # candidates of the backend only are built here; planning norms imports torch for engines of the frontend's own,
             # which takes seconds in each child
-            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None bars an import
         from plancache.backend import CudnnBackend
 
         backend = backends[device.properties_json] = CudnnBackend(device)

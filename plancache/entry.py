@@ -233,7 +233,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
 
 def is_time(value: object) -> bool:
     """Whether a value is a number of seconds that calendars can hold."""
-    return type(value) in (int, float) and abs(value) < _MAX_TIME_S  # type: ignore[arg-type]
+    return type(value) in (int, float) and abs(value) < _MAX_TIME_S  # type: ignore[arg-type]  # it is a number by then
 
 
 def checksum(key: bytes, preimage: bytes, facts: bytes, payload: bytes) -> bytes:

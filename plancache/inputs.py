@@ -11,25 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plancache.errors import LibraryError
+from plancache.operands import TORCH_TYPES as OPERAND_TYPES
 
 if TYPE_CHECKING:
     from plancache.description import Description
     from plancache.entry import Layout
 
-TORCH_TYPES = {
-    "BFLOAT16": "bfloat16",
-    "BOOLEAN": "bool",
-    "DOUBLE": "float64",
-    "FLOAT": "float32",
-    "FP8_E4M3": "float8_e4m3fn",
-    "FP8_E5M2": "float8_e5m2",
-    "FP8_E8M0": "float8_e8m0fnu",
-    "HALF": "float16",
-    "INT32": "int32",
-    "INT64": "int64",
-    "INT8": "int8",
-    "UINT8": "uint8",
-}
+TORCH_TYPES = {kind: name for kind, name in OPERAND_TYPES.items() if kind != "FP4_E2M1"}  # those are packed two by two
 _WHOLE = ("INT32", "INT64", "INT8", "UINT8", "BOOLEAN")
 _ARITHMETIC = ("POINTWISE", "MATMUL", "CONV_", "REDUCTION", "RESHAPE", "SLICE", "TRANSPOSE", "CONCATENATE")
 _POSITIVE = {"log": ("in_0",), "sqrt": ("in_0",), "rsqrt": ("in_0",), "reciprocal": ("in_0",), "pow": ("in_0",)}

@@ -17,7 +17,7 @@ from plancache.signature import row_major
 ALIGNMENT_BYTES = 16
 """cuDNN's default alignment of operands, for which plans are built."""
 
-_TORCH_TYPES = {
+TORCH_TYPES = {
     "BFLOAT16": "bfloat16",
     "BOOLEAN": "bool",
     "DOUBLE": "float64",
@@ -77,7 +77,7 @@ class Slot:
 
     def _torch_type(self) -> Any:
         """torch's type of this operand, where torch is in use yet."""
-        return getattr(sys.modules.get("torch"), _TORCH_TYPES.get(self.operand.data_type, ""), None)
+        return getattr(sys.modules.get("torch"), TORCH_TYPES.get(self.operand.data_type, ""), None)
 
     def accept(self, buffer: Any) -> tuple[Any, int]:
         """A buffer that is not plainly as declared and its address, or `OperandError` that says what is wrong with it."""

@@ -53,7 +53,7 @@ class Builders:
         future: Future[Built] = Future()
         try:
             future.set_result(planned.build(option.candidate))
-        except Exception as error:
+        except Exception as error:  # the future's, as it would be of a child's build
             future.set_exception(error)
         return future
 

@@ -19,8 +19,8 @@ MIGRATIONS = PACKAGE.parent / "migrations"
 ORDER = """
 errors settings encoding signature description environment key entry listing capture marks
 store store.place store.connection store.schema store.database store.sealed store.retention store.levels singleflight
-copies backend compiler inputs proof conditions autotune workbench target building tuner kernels
-operands plan memory statistics events stored loaded cache graphs
+copies backend compiler operands inputs proof conditions autotune workbench target building tuner kernels
+plan memory statistics events stored loaded cache graphs
 intercept startup cli pytest_plugin __main__
 """.split()
 """A module imports only from those before it (CONTRIBUTING.md); those of one package may import one another."""
