@@ -507,6 +507,25 @@ def test_a_damaged_file_is_moved_aside_and_one_is_kept(database: Database, path:
     other.close()
 
 
+def test_a_schema_that_is_no_text_is_damage(database: Database, path: Path) -> None:
+    """SQLite's message quotes it, so that `sqlite3` raises an error that is none of its own; readers and writers say what it is."""
+    database.put(make_entry())
+    database.close()
+    ask(path, "PRAGMA journal_mode = DELETE")
+    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xf6EY"))
+    for use in (
+        lambda: database.get(KEY),
+        lambda: list(database.listing()),
+        lambda: database.verdicts(),
+        lambda: database.damage(),
+        lambda: database.revision(),
+        lambda: database.put(make_entry()),
+        lambda: database.count_uses({KEY: 1}, 1.0),
+    ):
+        with pytest.raises(DamagedStoreError, match=r"plans\.sqlite3: malformed database schema .*near .*EY"):
+            use()
+
+
 def test_a_file_that_is_no_database_is_left_as_it_is(database: Database, path: Path) -> None:
     """Garbage is a StoreError that names the file, for readers and writers, and stays for people to look at."""
     path.write_bytes(b"not a database " * 1000)

@@ -259,6 +259,11 @@ def write(offset: int, data: bytes) -> Callable[[Path], None]:
     return overwrite
 
 
+def garbled(path: Path) -> None:
+    """SQLite's message quotes what stands in the schema, and that is no text."""
+    path.write_bytes(path.read_bytes().replace(b"PRIMARY KEY", b"PRIMARY \xf6EY"))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (Path.unlink, "no such file; name one"),
     "a WAL": (lambda path: Path(f"{path}-wal").touch(), "-wal lies beside it.*; stop that program, then seal it"),
@@ -276,6 +281,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a header": (lambda path: os.truncate(path, 50), "no SQLite database; copy it here again"),
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), r"truncated: \d+ bytes of \d+; copy it here again"),
     "broken tables": (write(100, b"\xff" * 3000), "cannot be read .*; copy it here again"),
+    "garbled tables": (garbled, "malformed .*near .*EY.*; copy it here again"),
     "no entries": (edit("DROP TABLE entries"), "no table of entries that this version reads; seal or export it with this"),
     "a view": (edit("ALTER TABLE entries RENAME TO e", "CREATE VIEW entries AS SELECT * FROM e"), "no table of entries"),
     "a view that lies": (lying, "malformed|no table of entries"),  # newer versions of SQLite see it themselves

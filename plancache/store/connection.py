@@ -25,15 +25,22 @@ _SELECT_TABLE = "SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1"
 _LARGEST_ROW_BYTES = MAX_BLOB_BYTES + (16 << 20)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
+ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What `sqlite3` raises: the second where SQLite's message quotes a damaged schema that is no text."""
 
-def connect(path: Path, options: str, *, busy_timeout_s: float) -> sqlite3.Connection:
+
+def connect(path: Path, options: str, *pragmas: str, busy_timeout_s: float) -> sqlite3.Connection:
     """A connection in autocommit, for any thread; `options` of SQLite's URI, such as `mode=rw`. Nothing in the file is run."""
     address = f"file:{quote(str(path))}?{options}"
     connection = sqlite3.connect(address, uri=True, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST_ROW_BYTES)  # a lying row cannot ask for gigabytes
     connection.text_factory = _text
-    connection.execute("PRAGMA trusted_schema = OFF")
-    connection.execute("PRAGMA cell_size_check = ON")
+    try:
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", *pragmas):
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -139,7 +146,7 @@ def faults(path: Path) -> Iterator[None]:
         if type(error) is not StoreError or str(path) in str(error):
             raise
         raise StoreError(f"{path}: {error}") from error
-    except (sqlite3.Error, OSError) as error:
+    except (*ERRORS, OSError) as error:
         raise _told(path, error, error) from error
     except Exception as error:
         # SQLAlchemy wraps sqlite3's errors and Alembic has its own; neither may be imported just to be named here
@@ -149,6 +156,14 @@ def faults(path: Path) -> Iterator[None]:
 
 
 def _told(path: Path, error: Exception, cause: BaseException | None) -> StoreError:
-    code = getattr(cause, "sqlite_errorcode", 0) or 0
-    kind = DamagedStoreError if code & 0xFF in _DAMAGE else StoreError
-    return kind(f"{path}: {cause or error}")
+    return (DamagedStoreError if is_damage(cause) else StoreError)(f"{path}: {message(cause or error)}")
+
+
+def message(error: BaseException) -> str:
+    """What an error says; in words where SQLite's are no text."""
+    return error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Whether an error of SQLite says that the file itself is broken."""
+    return isinstance(error, UnicodeDecodeError) or (getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF in _DAMAGE

@@ -324,9 +324,8 @@ class Database:
         return reader
 
     def _connect(self, options: str = "mode=rw") -> sqlite3.Connection:
-        connection = connect(self.path, options, busy_timeout_s=min(_BUSY_TIMEOUT_S, self._lock_timeout_s))
-        connection.execute("PRAGMA synchronous = NORMAL")  # with WAL: a power cut can lose the last commits, not the file
-        return connection
+        # synchronous: with WAL a power cut can lose the last commits, not the file
+        return connect(self.path, options, "synchronous = NORMAL", busy_timeout_s=min(_BUSY_TIMEOUT_S, self._lock_timeout_s))
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from plancache.entry import Row
 from plancache.errors import SealedError
-from plancache.store.connection import SEALED_ID, Reader, connect, faults
+from plancache.store.connection import ERRORS, SEALED_ID, Reader, connect, faults, is_damage, message
 from plancache.store.database import SELECT_ENTRY, SELECT_LISTING, Database, Listed
 
 _IMMUTABLE = "mode=ro&immutable=1"
@@ -61,7 +61,7 @@ class SealedFile:
         try:
             with reader.lock:
                 row = reader.connection.execute(SELECT_ENTRY, (key,)).fetchone()
-        except sqlite3.Error as error:
+        except ERRORS as error:
             raise _unreadable(self.path, error) from error
         return Row(*row) if row else None
 
@@ -73,7 +73,7 @@ class SealedFile:
                 if not _is_table(reader.connection, "uses", _USES):
                     _shadow_uses(reader.connection)
                 rows = reader.connection.execute(SELECT_LISTING).fetchall()
-        except sqlite3.Error as error:
+        except ERRORS as error:
             raise _unreadable(self.path, error) from error
         return map(Listed._make, rows)
 
@@ -181,7 +181,7 @@ def _refuse_content(path: Path, connection: sqlite3.Connection) -> None:
             raise SealedError(path, "it was replaced while it was opened", "try again")
         if not _is_table(connection, "entries", _ENTRIES):
             raise SealedError(path, "it has no table of entries that this version reads", "seal or export it with this version")
-    except sqlite3.Error as error:
+    except ERRORS as error:
         raise _unreadable(path, error) from error
 
 
@@ -205,8 +205,8 @@ def _shadow_uses(connection: sqlite3.Connection) -> None:
     connection.execute("CREATE TEMP TABLE IF NOT EXISTS uses (key BLOB PRIMARY KEY, hits INTEGER, last_used_at REAL)")
 
 
-def _unreadable(path: Path, error: sqlite3.Error) -> SealedError:
-    return SealedError(path, f"it cannot be read ({error})", _AGAIN)
+def _unreadable(path: Path, error: Exception) -> SealedError:
+    return SealedError(path, f"it cannot be read ({message(error)})", _AGAIN)
 
 
 # ---- sealing and unsealing
@@ -306,7 +306,7 @@ def _alone(path: Path, real: Path, timeout_s: float) -> Iterator[sqlite3.Connect
         try:
             connection.execute("BEGIN EXCLUSIVE")
             connection.execute("COMMIT")  # the lock stays
-        except sqlite3.Error as error:
+        except ERRORS as error:
             raise _failed(path, real, error) from error
         yield connection
 
@@ -319,7 +319,7 @@ def _copy(path: Path, real: Path, connection: sqlite3.Connection) -> Iterator[Pa
     try:
         try:
             connection.execute("VACUUM INTO ?", (str(made),))
-        except sqlite3.Error as error:
+        except ERRORS as error:
             raise _failed(path, real, error) from error
         yield made
     finally:
@@ -327,17 +327,18 @@ def _copy(path: Path, real: Path, connection: sqlite3.Connection) -> Iterator[Pa
             _remove(made)
 
 
-def _failed(path: Path, real: Path, error: sqlite3.Error) -> SealedError:
-    code = error.sqlite_errorcode & 0xFF
+def _failed(path: Path, real: Path, error: Exception) -> SealedError:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_BUSY:
         return SealedError(path, "it is open elsewhere", _STOP.format(real))
     cures = {
         sqlite3.SQLITE_FULL: f"make room for a second copy in {real.parent}",
         sqlite3.SQLITE_READONLY: f"do it as its owner, where it can be written (ls -l {real})",
-        sqlite3.SQLITE_CORRUPT: f"move it away, and plans are built anew: mv {real} /tmp/",
-        sqlite3.SQLITE_NOTADB: f"move it away, and plans are built anew: mv {real} /tmp/",
     }
-    return SealedError(path, f"it cannot be copied ({error})", cures.get(code, f"plancache doctor --cache-dir {real.parent} may know more"))
+    cure = cures.get(code, f"plancache doctor --cache-dir {real.parent} may know more")
+    if is_damage(error):
+        cure = f"move it away, and plans are built anew: mv {real} /tmp/"
+    return SealedError(path, f"it cannot be copied ({message(error)})", cure)
 
 
 def _copy_of(real: Path) -> Path:
@@ -378,7 +379,7 @@ def _take_place(path: Path, real: Path, made: Path, connection: sqlite3.Connecti
         made.replace(real)
     except BaseException:
         if made.exists():
-            with suppress(sqlite3.Error):  # a rollback journal does as well, only slower
+            with suppress(*ERRORS):  # a rollback journal does as well, only slower
                 connection.execute(f"PRAGMA main.journal_mode = {before}")
         raise
     with suppress(OSError):  # not all file systems can sync a folder, and what was asked for is done
