@@ -14,44 +14,35 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
-from weakref import WeakKeyDictionary, WeakSet, finalize
 
-from plancache.capture import is_capturing, quietly
+from plancache.built import BuiltPlans, not_found
+from plancache.capture import is_capturing
 from plancache.entry import Entry
-from plancache.environment import FRONTENDS, Device, result_changing_variables
+from plancache.environment import Device, result_changing_variables
 from plancache.errors import (
     CaptureError,
-    ClosedError,
     NotExecutableError,
-    PlanNotFoundError,
     SettingsError,
-    StoreError,
     UncacheableGraphError,
 )
-from plancache.events import Event, Reporter, log_to_stderr
+from plancache.events import Event, log_to_stderr
 from plancache.key import Constraints, PlanKey, make_key
-from plancache.loaded import LoadedPlans
-from plancache.memory import LivePlans
 from plancache.plan import Executable, Loaded, Plan
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.statistics import Failure, Statistics, Warmed
-from plancache.store.levels import STRIKES, Levels
-from plancache.target import DeviceTarget, Targets
+from plancache.target import DeviceTarget
 
 if TYPE_CHECKING:
     from plancache.autotune import Tuning
-    from plancache.store.database import Verdict
     from plancache.tuner import Job, Tuned
 
 _log = logging.getLogger("plancache.cache")
 
 
-class PlanCache(LoadedPlans):
+class PlanCache(BuiltPlans):
     """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
 
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
@@ -83,11 +74,6 @@ class PlanCache(LoadedPlans):
         self._constraints = constraints or Constraints()
         self._tuning = tuning
         self._settled: set[bytes] = set()  # keys whose tuning brought nothing
-        self._seen: WeakKeyDictionary[Any, tuple[bytes, bytes] | None] = WeakKeyDictionary()
-        self._process = os.getpid()
-        self._inherited: list[Any] = []
-        # for a cache that is dropped, and at exit
-        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
 
     # ---- the path of a request
 
@@ -129,10 +115,7 @@ class PlanCache(LoadedPlans):
         if not isinstance(constraints, Constraints | None):
             raise SettingsError(f"constraints must be plancache.Constraints(...), not {constraints!r}")
         constraints = constraints or self._constraints
-        if os.getpid() != self._process:
-            self._after_fork()
-        if self._closed:
-            raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
+        self._begin()
         target, variables = self._targets.current(), result_changing_variables()
         try:
             self._check_environment(target, variables)
@@ -145,7 +128,7 @@ class PlanCache(LoadedPlans):
             if build == "lookup":
                 return None
             if build == "forbid":
-                raise _not_found(key)
+                raise not_found(key)
             try:
                 found = self._build(reading, key, target, constraints, variables, refresh)
             except Uncacheable as error:
@@ -158,31 +141,6 @@ class PlanCache(LoadedPlans):
         assert entry is not None
         tensors = [reading.tensors[uid - 1] for uid in entry.operands]
         return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
-
-    def _build(
-        self, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str], refresh: bool
-    ) -> tuple[Loaded, str]:
-        from plancache import building  # not on the way to a hit
-
-        with self._single_flight().building(key.digest):
-            found = None if refresh else self._look_up(key, target)  # another one may have built it meanwhile
-            if found is not None:
-                return found
-            if is_capturing():
-                raise CaptureError("this plan is not ready, and the current stream is capturing; plan the graph before the capture")
-            known = self._levels.verdicts(key.digest)
-            if not refresh:
-                building.refuse_known(known, key, target)
-            self._report.count(misses=1)
-            self._report.tell("miss", key.digest, 0.0, "nothing usable is stored")
-            building.check_outputs(reading.graph)
-            entry = building.build(self._levels, reading, key, target, constraints, variables)
-            loaded = self._ready(entry, target)  # before it is stored: what does not load is not kept
-            self._report.count(builds=1, build_s=entry.build_s)
-            self._report.tell("build", key.digest, entry.build_s, entry.engine)
-            _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
-            self._store(entry, target, refresh, known)
-        return loaded, "built"
 
     def _tuned(
         self,
@@ -297,49 +255,7 @@ class PlanCache(LoadedPlans):
             raise UncacheableGraphError(error.reason, "it cannot be tuned") from None
         return Job(key, None if found is None else found[0].entry, self._constraints, {})
 
-    def _store(self, entry: Entry, target: DeviceTarget, refresh: bool, known: list[Verdict]) -> None:
-        digest = entry.key.digest
-        if self.settings.mode != "readwrite" or target.unknown:
-            return
-        if "unknown" in entry.requirements.values():
-            what = f"{entry.engine} is not stored: {dict(entry.requirements)} cannot be checked when it is loaded"
-            self._report.warn("requirement", what)
-            return
-        refused = [verdict.reason for verdict in known if verdict.kind == "quarantined" and verdict.reason.startswith("load:")]
-        refused += [reason for _, reason in filter(None, [self._refusals.get(digest)])]
-        if len(refused) >= STRIKES:
-            _log.warning("plan %s is not stored any more: %d of its blobs did not load (%s)", entry.key.hex[:16], len(refused), refused[-1])
-        else:
-            try:
-                self._report.count(stored=self._levels.put(entry, replace_equal=refresh or digest in self._unusable))
-            except StoreError as error:
-                self._report.fault("write", error)
-                return
-        if digest in self._refusals:  # the new one was loaded: the old one's bytes were at fault
-            checksum, reason = self._refusals.pop(digest)
-            self._levels.record("quarantined", digest, reason, checksum)
-            self._report.tell("quarantine", digest, 0.0, reason)
-        self._levels.lift([verdict for verdict in known if verdict.kind.startswith(("unsupported", "struck"))])
-
     # ---- what cannot be cached
-
-    def _check_environment(self, target: DeviceTarget, variables: dict[str, str]) -> None:
-        """Raises `Uncacheable` where what is built would not be what a key says."""
-        if target.builder is target.backend and variables != target.variables:
-            changed = ", ".join(sorted({name for name, _ in variables.items() ^ target.variables.items()}))
-            why = f"{changed} changed since this process first planned"
-            cure = "set result-changing variables before the first plan"
-            self._report.warn("variables", f"{why}, and cuDNN may not have noticed: nothing is cached; {cure}")
-            raise Uncacheable(why)
-        version = target.backend.libraries.frontend_version
-        if not target.backend.libraries.frontend_tested:
-            low, high = (".".join(map(str, bound)) for bound in FRONTENDS)
-            self._report.warn(
-                "frontend",
-                f"nvidia-cudnn-frontend {version} is outside the tested range (>={low}, <{high}): nothing is cached; "
-                f"install a tested one, or a plancache that knows this one",
-            )
-            raise Uncacheable(f"nvidia-cudnn-frontend {version} is not tested")
 
     def _plan_uncached(self, graph: Any, reason: str, target: DeviceTarget, build: Build, constraints: Constraints) -> Plan | None:
         """Builds a graph as its caller made it, without the cache, under the constraints."""
@@ -379,56 +295,8 @@ class PlanCache(LoadedPlans):
         """Counts and seconds since this cache was opened."""
         return self._report.snapshot(live_plans=len(self._plans), live_bytes=self._plans.size_bytes)
 
-    # ---- life
-
-    def _after_fork(self) -> None:
-        """In a child: what the parent loaded, opened and locked is left alone, and begun anew."""
-        self._process = os.getpid()
-        self._guard = threading.RLock()
-        self._report.after_fork()
-        self._levels.after_fork()
-        self._targets.after_fork()
-        self._inherited += [list(self._live), self._plans, self._flight]
-        self._live.clear()
-        self._hits.clear()
-        self._plans = LivePlans(self.settings.max_live_bytes)
-        self._flight = None
-        self._finalizer.detach()
-        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
-
-    def close(self) -> None:
-        """Writes use counts, drops plans and handles, ends child processes. Its plans can then no longer run."""
-        with self._guard:
-            self._closed = True
-            self._plans.clear()
-        self._finalizer()
-
-    def __enter__(self) -> PlanCache:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<PlanCache {self.settings.directory}>"
-
-
-def _release(process: int, targets: Targets, live: WeakSet[Loaded], levels: Levels, hits: Counter[bytes], report: Reporter) -> None:
-    """Gives back what a cache holds, once: when it is closed or dropped, or at exit; never in a forked child."""
-    if os.getpid() != process:
-        return
-    with quietly():  # a capture in another thread must not notice what is released
-        for plan in list(live):
-            plan.close()
-        targets.close()
-    if hits:
-        try:
-            levels.count_uses(dict(hits))
-        except StoreError as error:
-            _log.debug("use counts were not written: %s", error)
-    levels.close()
-    if report.statistics.hits or report.statistics.misses:
-        _log.info("%s", report.statistics.summary())
 
 
 def _in_this_thread(executable: Executable) -> Callable[[], Executable]:
@@ -441,10 +309,3 @@ def _in_this_thread(executable: Executable) -> Callable[[], Executable]:
         return executable
 
     return load
-
-
-def _not_found(key: PlanKey) -> PlanNotFoundError:
-    from plancache.description import decode
-
-    summary = decode(key.components["signature"]).summary
-    return PlanNotFoundError(key.hex, summary, "it was never built here, or for another environment")

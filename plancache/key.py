@@ -17,6 +17,9 @@ from plancache.environment import LIMITS, Device, Libraries
 from plancache.errors import SettingsError
 
 KEY_VERSION = 1
+MODES = ("A", "B", "FALLBACK")
+"""cuDNN's heuristic modes whose plans can be kept."""
+
 COMPONENTS = ("signature", "device", "model", "driver", "cudnn", "frontend", "variables", "constraints")
 
 
@@ -27,7 +30,7 @@ class Constraints:
     `workspace_limit_bytes`: the most workspace that a plan may need. `deterministic`: bars engines whose results
     vary from run to run (numerical note NONDETERMINISTIC). `barred_engines`: plan-name parts such as `eng7`, as
     `deselect_engines` takes them. Notes are names of `cudnn.numerical_note` and `cudnn.behavior_note`: a plan must
-    have the required ones and must not have the barred ones.
+    have the required ones and must not have the barred ones. `modes`: cuDNN's heuristic modes that name plans, in order.
     """
 
     workspace_limit_bytes: int | None = None
@@ -37,6 +40,7 @@ class Constraints:
     required_numerical_notes: tuple[str, ...] = ()
     barred_behavior_notes: tuple[str, ...] = ()
     required_behavior_notes: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("A", "FALLBACK")
 
     def __post_init__(self) -> None:
         limit = self.workspace_limit_bytes
@@ -47,10 +51,17 @@ class Constraints:
         for field in fields(self):
             if field.name.endswith(("engines", "notes")):
                 object.__setattr__(self, field.name, _names(field.name, getattr(self, field.name)))
+        if isinstance(self.modes, str) or not self.modes or not set(self.modes) <= set(MODES):
+            raise SettingsError(f"modes must be some of {', '.join(MODES)}, not {self.modes!r}")
+        object.__setattr__(self, "modes", tuple(dict.fromkeys(self.modes)))
 
     @cached_property
     def encoded(self) -> bytes:
-        return _canonical(asdict(self))
+        """Canonical JSON; without modes where they are cuDNN's own default."""
+        given = asdict(self)
+        if self.modes == ("A", "FALLBACK"):
+            del given["modes"]
+        return _canonical(given)
 
 
 def _names(field: str, value: Any) -> tuple[str, ...]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet, finalize
 
+from plancache.capture import quietly
 from plancache.entry import Entry, unpack, usable
 from plancache.errors import CaptureError, ClosedError, CorruptEntryError, StoreError
+from plancache.events import Reporter
 from plancache.key import PlanKey
+from plancache.memory import LivePlans
 from plancache.plan import Executable, Loaded
 from plancache.settings import Settings
-from plancache.store.levels import Found
+from plancache.store.levels import Found, Levels
 from plancache.stored import StoredPlans
-from plancache.target import DeviceTarget
+from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
     from plancache.environment import Device
@@ -35,6 +41,10 @@ class LoadedPlans(StoredPlans):
         self._hits: Counter[bytes] = Counter()
         self._refusals: dict[bytes, tuple[bytes, str]] = {}
         self._unusable: set[bytes] = set()
+        self._process = os.getpid()
+        self._inherited: list[Any] = []
+        # for a cache that is dropped, and at exit
+        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
 
     def _look_up(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
         """What answers a key: memory, then the stores in their order; loaded for this thread."""
@@ -132,3 +142,57 @@ class LoadedPlans(StoredPlans):
             self._plans.add((key, target.device.ordinal), loaded)
         target.backend.releases.drain()
         return loaded
+
+    # ---- life
+
+    def _begin(self) -> None:
+        if os.getpid() != self._process:
+            self._after_fork()
+        if self._closed:
+            raise ClosedError("this PlanCache is closed; make a new one, or plan inside its with block")
+
+    def _after_fork(self) -> None:
+        """In a child: what the parent loaded, opened and locked is left alone, and begun anew."""
+        self._process = os.getpid()
+        self._guard = threading.RLock()
+        self._report.after_fork()
+        self._levels.after_fork()
+        self._targets.after_fork()
+        self._inherited += [list(self._live), self._plans, self._flight]
+        self._live.clear()
+        self._hits.clear()
+        self._plans = LivePlans(self.settings.max_live_bytes)
+        self._flight = None
+        self._finalizer.detach()
+        self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
+
+    def close(self) -> None:
+        """Writes use counts, drops plans and handles, ends child processes. Its plans can then no longer run."""
+        with self._guard:
+            self._closed = True
+            self._plans.clear()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _release(process: int, targets: Targets, live: WeakSet[Loaded], levels: Levels, hits: Counter[bytes], report: Reporter) -> None:
+    """Gives back what a cache holds, once: when it is closed or dropped, or at exit; never in a forked child."""
+    if os.getpid() != process:
+        return
+    with quietly():  # a capture in another thread must not notice what is released
+        for plan in list(live):
+            plan.close()
+        targets.close()
+    if hits:
+        try:
+            levels.count_uses(dict(hits))
+        except StoreError as error:
+            _log.debug("use counts were not written: %s", error)
+    levels.close()
+    if report.statistics.hits or report.statistics.misses:
+        _log.info("%s", report.statistics.summary())
