@@ -24,6 +24,7 @@ from plancache.key import COMPONENTS, PlanKey
 from plancache.store import database as module
 from plancache.store.connection import HEAD, SELECT_REVISION
 from plancache.store.database import COUNT_USE, SELECT_ENTRY, SELECT_LISTING, SELECT_VERDICTS, SELECT_VERDICTS_OF, Database, Verdict
+from plancache.store.tags import COUNT_TAG, SELECT_TAGGED, SELECT_TAGS, Tagged
 
 KEY = make_entry().key.digest
 
@@ -79,6 +80,9 @@ def test_the_statements_are_those_that_the_tables_declare() -> None:
     assert compiled(schema.select_entry()) == SELECT_ENTRY
     assert compiled(schema.select_listing(), literal_binds=True) == SELECT_LISTING
     assert compiled(schema.count_use()) == COUNT_USE
+    assert compiled(schema.select_tags()) == SELECT_TAGS
+    assert compiled(schema.select_tagged()) == SELECT_TAGGED
+    assert compiled(schema.count_tag()) == COUNT_TAG
     assert compiled(schema.select_verdicts()) == SELECT_VERDICTS
     assert compiled(schema.select_verdicts_of()) == SELECT_VERDICTS_OF
     assert compiled(select(context._version.c.version_num)).replace("alembic_version.", "") == SELECT_REVISION
@@ -256,6 +260,67 @@ def test_counts_outlive_the_entry_they_are_of(database: Database) -> None:
     assert uses(database) == {KEY: (4, 1.0)}
 
 
+# ---- tags -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tag_is_stored_with_the_entry_and_counted_with_its_uses(database: Database) -> None:
+    """Each program has its own count of a key; one without a name leaves none."""
+    database.put(make_entry(created_at=3.0), tag="serve")
+    database.put(numbered(1))
+    assert database.tags() == [Tagged(KEY, "serve", 0, 3.0)]
+    database.count_uses({KEY: 2}, 10.0, "serve")
+    database.count_uses({KEY: 3, numbered(1).key.digest: 1}, 20.0, "train")
+    database.count_uses({KEY: 7}, 30.0)
+    assert set(database.tags()) == {
+        Tagged(KEY, "serve", 2, 10.0),
+        Tagged(KEY, "train", 3, 20.0),
+        Tagged(numbered(1).key.digest, "train", 1, 20.0),
+    }
+    assert uses(database)[KEY] == (12, 30.0)
+
+
+def test_a_program_that_asked_for_a_better_plan_than_it_built_is_known_too(database: Database) -> None:
+    """The tag is the key's: what is stored already answers it."""
+    database.put(make_entry(quality="tuned"))
+    assert not database.put(make_entry(quality="compiled"), tag="serve")
+    assert [tagged.tag for tagged in database.tags()] == ["serve"]
+
+
+def test_an_entry_that_cannot_be_stored_leaves_no_tag(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are one transaction."""
+    from sqlalchemy import text
+
+    from plancache.store import schema
+
+    database.upgrade()
+    monkeypatch.setattr(schema, "insert_entry", lambda **_: text("INSERT INTO nowhere VALUES (1)"))
+    with pytest.raises(StoreError, match="nowhere"):
+        database.put(make_entry(), tag="serve")
+    assert database.tags() == []
+
+
+def test_uses_are_counted_in_a_file_from_before_there_were_tags(path: Path) -> None:
+    """A hit does not migrate; the next build does, and tags are noted from then on."""
+    path.write_bytes(PAST[0].read_bytes())
+    database = Database(path, lock_timeout_s=5)
+    (old,) = database.listing()
+    database.count_uses({old.key: 1}, 5.0, "serve")
+    assert (next(database.listing()).hits, database.tags()) == (old.hits + 1, [])
+    database.put(make_entry(), tag="serve")
+    database.count_uses({old.key: 1}, 6.0, "serve")
+    assert {tagged.key for tagged in database.tags()} == {old.key, KEY}
+    database.close()
+
+
+def test_a_tag_of_another_type_is_not_believed(database: Database, path: Path) -> None:
+    """SQLite takes any type in any column: one bad row hides no other."""
+    database.put(make_entry(created_at=3.0), tag="serve")
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("INSERT INTO tags VALUES (x'00', x'ff', 'many', 'late')")
+    connection.close()
+    assert database.tags() == [Tagged(KEY, "serve", 0, 3.0)]
+
+
 # ---- many at once ---------------------------------------------------------------------------------------------------
 
 WORKER = """
@@ -357,7 +422,7 @@ def later(path: Path, *, min_reader: int | None) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("min_reader", [3, 9999, None])
+@pytest.mark.parametrize("min_reader", [4, 9999, None])
 def test_a_file_that_a_later_version_made_for_later_ones_is_left_as_it_is(path: Path, min_reader: int | None) -> None:
     """It is a StoreError that names both cures, for readers and writers; not a byte of the file changes."""
     later(path, min_reader=min_reader)
@@ -370,7 +435,7 @@ def test_a_file_that_a_later_version_made_for_later_ones_is_left_as_it_is(path: 
     assert digest(path) == before
 
 
-@pytest.mark.parametrize("min_reader", [1, 2])
+@pytest.mark.parametrize("min_reader", [1, 3])
 def test_a_file_of_a_later_version_that_only_added_is_shared(path: Path, min_reader: int) -> None:
     """This version reads and writes it, and does not touch its revision."""
     later(path, min_reader=min_reader)
@@ -399,20 +464,23 @@ def test_a_file_is_kept_of_every_past_revision() -> None:
 
 @pytest.mark.parametrize("past", PAST, ids=lambda file: file.stem)
 def test_a_file_of_the_past_is_read_as_it_is_and_upgraded_by_the_first_write(path: Path, past: Path) -> None:
-    """Entries and counts survive; a reader that was open meanwhile goes on."""
+    """Entries, counts and verdicts survive; a reader that was open meanwhile goes on."""
     path.write_bytes(past.read_bytes())
     reader, writer = Database(path, lock_timeout_s=5), Database(path, lock_timeout_s=5)
     (old,) = reader.listing()
     row = reader.get(old.key)
     assert row is not None
     entry = unpack(row)
-    assert reader.verdicts() == []
+    verdicts = reader.verdicts()
+    assert bool(verdicts) == (past.stem != "0001_entries")
+    assert reader.tags() == []
     assert reader.revision() == past.stem
     assert writer.put(make_entry())
     assert writer.revision() == HEAD
     assert reader.get(old.key) == row
     assert reader.get(KEY) == pack(make_entry())
     assert {listed.key: listed.hits for listed in writer.listing()} == {entry.key.digest: old.hits, KEY: 0}
+    assert writer.verdicts() == verdicts
     reader.close()
     writer.close()
 

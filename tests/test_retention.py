@@ -233,9 +233,9 @@ def test_the_space_comes_back_in_more_than_one_batch(database: Database, monkeyp
 
 
 def test_what_goes_with_an_entry_and_what_does_not(database: Database) -> None:
-    """Uses, quarantine and strikes of removed entries go; answers of cuDNN, and all that is about other entries, stay."""
+    """Uses, tags, quarantine and strikes of removed entries go; answers of cuDNN, and all that is about other entries, stay."""
     fill(database, 2)
-    database.count_uses({key_of(0): 1, key_of(1): 1}, 5.0)
+    database.count_uses({key_of(0): 1, key_of(1): 1}, 5.0, "serve")
     kinds = ("quarantined", "struck", "unsupported", "unsupported without a GPU", "denied")
     for kind in kinds:
         for number in (0, 1):
@@ -245,14 +245,16 @@ def test_what_goes_with_an_entry_and_what_does_not(database: Database) -> None:
     assert {verdict.kind for verdict in database.verdicts(key_of(1))} == set(kinds)
     connection = database._connect()
     assert connection.execute("SELECT key FROM uses").fetchall() == [(key_of(1),)]
+    assert [tagged.key for tagged in database.tags()] == [key_of(1)]
     connection.close()
 
 
-def test_a_file_from_before_there_were_verdicts_is_served_too(database: Database) -> None:
+@pytest.mark.parametrize("table", ["verdicts", "tags"])
+def test_a_file_from_before_there_were_verdicts_or_tags_is_served_too(database: Database, table: str) -> None:
     """The table is not needed."""
     fill(database, 3)
     connection = database._connect()
-    connection.execute("DROP TABLE verdicts")
+    connection.execute(f"DROP TABLE {table}")
     connection.close()
     assert len(remove(database, choose(scan(database), everything=True, now=NOW)).entries) == 3
 

@@ -31,6 +31,7 @@ from plancache.store import sealed as module
 from plancache.store.connection import SEALED_ID
 from plancache.store.database import Database, Listed
 from plancache.store.sealed import SealedFile, is_sealed, seal, unseal
+from plancache.store.tags import Tagged
 
 NUMBERS = range(5)
 NOBODY = 65534
@@ -51,7 +52,7 @@ def path(cache_dir: Path) -> Path:
     with closing(Database(place, lock_timeout_s=20)) as database:
         for number in NUMBERS:
             database.put(numbered(number, blob=b"%d" % number * 3000))
-        database.count_uses({KEYS[0]: 3}, 7.0)
+        database.count_uses({KEYS[0]: 3}, 7.0, "serve")
     return place
 
 
@@ -103,6 +104,7 @@ def test_a_sealed_file_has_every_row_and_says_what_it_is(path: Path) -> None:
     assert is_sealed(path)
     with closing(SealedFile(path)) as file:
         assert list(file.listing()) == before
+        assert file.tags() == [Tagged(KEYS[0], "serve", 3, 7.0)]
         assert [file.get(key) for key in KEYS] == [pack(numbered(number, blob=b"%d" % number * 3000)) for number in NUMBERS]
         assert file.get(b"another") is None
     assert names(path.parent) == {path.name}
@@ -331,6 +333,19 @@ def test_triggers_views_and_other_revisions_do_not_matter(path: Path) -> None:
         assert file.get(KEYS[2]) == pack(numbered(2, blob=b"2" * 3000))
         for _ in range(2):
             assert [(row.key, row.hits, row.last_used_at) for row in file.listing()] == [(key, 0, None) for key in KEYS]
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [(), ("CREATE VIEW tags AS SELECT key, 'x' AS tag, 1 AS hits, 5.0 AS last_used_at FROM entries",), ("CREATE TABLE tags (key BLOB)",)],
+)
+def test_a_file_without_tags_of_its_own_has_none(path: Path, tags: tuple[str, ...]) -> None:
+    """One from before there were tags, or with a view or another table in their place, is read as it is."""
+    run(path, "DROP TABLE tags", *tags)
+    assert seal(path, lock_timeout_s=20) == 5
+    with closing(SealedFile(path)) as file:
+        assert file.tags() == []
+        assert len(list(file.listing())) == 5
 
 
 def test_a_file_without_counts_lists_with_none(path: Path) -> None:

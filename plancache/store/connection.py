@@ -14,13 +14,14 @@ from weakref import finalize
 from plancache.entry import MAX_BLOB_BYTES
 from plancache.errors import DamagedStoreError, SealedError, StoreError
 
-HEAD = "0002_verdicts"
+HEAD = "0003_tags"
 """The schema revision that this version reads and writes."""
 
 SELECT_REVISION = "SELECT version_num FROM alembic_version"
 SELECT_MIN_READER = "SELECT max(min_reader) FROM compatibility"
 _SELECT_STRANGE = "SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' LIMIT 1"
 _SELECT_TABLE = "SELECT name FROM sqlite_master WHERE type = 'table' LIMIT 1"
+_SELECT_TABLE_NAMED = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
 
 _LARGEST_ROW_BYTES = MAX_BLOB_BYTES + (16 << 20)
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -70,6 +71,11 @@ def _revision_of(connection: sqlite3.Connection) -> str | None:
     if row is None and connection.execute(_SELECT_TABLE).fetchone():
         raise StoreError(f"it is a database of another program; {_MOVE}")
     return str(row[0]) if row else None
+
+
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    """Whether there is a table: a file of the past lacks those of later revisions, until something is built."""
+    return connection.execute(_SELECT_TABLE_NAMED, (name,)).fetchone() is not None
 
 
 _MOVE = "move the file away, or name another directory (PLANCACHE_DIR)"

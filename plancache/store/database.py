@@ -18,13 +18,14 @@ from weakref import WeakSet
 from plancache.entry import QUALITIES, Entry, Row, pack
 from plancache.errors import StoreError
 from plancache.settings import make_private
-from plancache.store.connection import HEAD, Reader, connect, faults, identity, number, readable, refuse_sealed, revision_of
+from plancache.store.connection import HEAD, Reader, connect, faults, has_table, identity, number, readable, refuse_sealed, revision_of
+from plancache.store.tags import Tagged, count_tag, read_tagged, read_tags
 
 SELECT_ENTRY = "SELECT entries.key, entries.preimage, entries.facts, entries.payload, entries.checksum FROM entries WHERE entries.key = ?"
 SELECT_LISTING = (
     "SELECT entries.key, entries.preimage, entries.facts, length(entries.payload) AS size_bytes,"
-    " coalesce(uses.hits, 0) AS hits, uses.last_used_at"
-    " FROM entries LEFT OUTER JOIN uses ON uses.key = entries.key ORDER BY entries.created_at, entries.key"
+    " coalesce(uses.hits, 0) AS hits, uses.last_used_at, entries.created_at"
+    " FROM entries LEFT OUTER JOIN uses ON uses.key = entries.key"
 )
 COUNT_USE = (
     "INSERT INTO uses (key, hits, last_used_at) VALUES (?, ?, ?) ON CONFLICT (key)"
@@ -100,21 +101,25 @@ class Database:
     def listing(self) -> Iterator[Listed]:
         """All rows without their payloads, oldest first. Raises `StoreError`."""
         with faults(self.path), self._reading() as connection:
-            rows = connection.execute(SELECT_LISTING).fetchall() if connection else []
-        return map(Listed._make, rows)
+            return in_order(connection.execute(SELECT_LISTING).fetchall()) if connection else iter(())
 
     def verdicts(self, key: bytes | None = None) -> list[Verdict]:
         """What is known beside the entries, on one key or on all; nothing in a file from before there were verdicts."""
         with faults(self.path), self._reading() as connection:
-            if connection is None:
+            if connection is None or not has_table(connection, "verdicts"):
                 return []
-            try:
-                rows = connection.execute(SELECT_VERDICTS) if key is None else connection.execute(SELECT_VERDICTS_OF, (key,))
-                return [Verdict(*row) for row in rows if tuple(map(type, row)) == _VERDICT_TYPES]
-            except sqlite3.OperationalError as error:
-                if "no such table" in str(error):
-                    return []
-                raise
+            rows = connection.execute(SELECT_VERDICTS) if key is None else connection.execute(SELECT_VERDICTS_OF, (key,))
+            return [Verdict(*row) for row in rows if tuple(map(type, row)) == _VERDICT_TYPES]
+
+    def tags(self) -> list[Tagged]:
+        """Which programs asked for which keys. Raises `StoreError`."""
+        with faults(self.path), self._reading() as connection:
+            return read_tags(connection) if connection else []
+
+    def tagged(self, tag: str) -> list[Row]:
+        """The entries that a program asked for, in one query. Raises `StoreError`."""
+        with faults(self.path), self._reading() as connection:
+            return read_tagged(connection, tag) if connection else []
 
     def damage(self) -> list[str]:
         """What is wrong with the file's pages, line by line. Raises `StoreError` where it cannot even be looked at."""
@@ -135,10 +140,10 @@ class Database:
 
     # ---- writing
 
-    def put(self, entry: Entry, *, replace_equal: bool = False, condemned: bytes | None = None) -> bool:
+    def put(self, entry: Entry, *, replace_equal: bool = False, condemned: bytes | None = None, tag: str | None = None) -> bool:
         """Stores an entry in one transaction; False where one at least as good is there. Raises `StoreError`.
 
-        `condemned`: checksum of a stored row that was found unfit, and is replaced whatever its quality.
+        `condemned`: checksum of a stored row that was found unfit, and is replaced whatever its quality. `tag`: who asked.
         """
         from plancache.store import schema
 
@@ -151,6 +156,8 @@ class Database:
             "condemned": condemned,
         }
         with self._writing() as connection:
+            if tag is not None:
+                connection.execute(schema.count_tag(), {"key": row.key, "tag": tag, "hits": 0, "last_used_at": entry.created_at})
             return bool(connection.execute(schema.insert_entry(replace_equal=replace_equal), values).rowcount)
 
     def record(self, verdict: Verdict) -> None:
@@ -171,8 +178,8 @@ class Database:
         with self._writing() as connection:
             return int(connection.execute(table.delete().where(tuple_(table.c.kind, table.c.key, table.c.checksum).in_(which))).rowcount)
 
-    def count_uses(self, hits: Mapping[bytes, int], now: float) -> None:
-        """Adds to use counters, all in one transaction. Raises `StoreError`."""
+    def count_uses(self, hits: Mapping[bytes, int], now: float, tag: str | None = None) -> None:
+        """Adds to use counters, those of `tag` too, all in one transaction. Raises `StoreError`."""
         with faults(self.path), self._reading() as connection:
             if connection is None:
                 return
@@ -180,6 +187,8 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 connection.executemany(COUNT_USE, [(key, count, now) for key, count in hits.items()])
+                if tag is not None:
+                    count_tag(connection, hits, now, tag)
             except BaseException:
                 connection.execute("ROLLBACK")
                 raise
@@ -367,6 +376,18 @@ class Database:
         if self._engine is not None:
             self._engine.dispose()
             self._engine = None
+
+
+def in_order(rows: list[tuple[Any, ...]]) -> Iterator[Listed]:
+    """The rows of a listing, oldest first, let go of one by one: thousands of them take tens of megabytes."""
+    rows.sort(key=_age, reverse=True)
+    while rows:
+        yield Listed._make(rows.pop()[:-1])
+
+
+def _age(row: tuple[Any, ...]) -> tuple[float, bytes]:
+    key, created_at = row[0], row[-1]  # of any type, in a damaged row
+    return created_at if isinstance(created_at, int | float) else 0.0, key if isinstance(key, bytes) else b""
 
 
 def _migrate(engine: Any) -> None:

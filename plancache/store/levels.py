@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +16,7 @@ from plancache.marks import Casualty, Marks, Phase
 from plancache.settings import Settings, make_private
 from plancache.store.database import Database, Listed, Verdict
 from plancache.store.place import NAME_ANOTHER, Mount, distrust, examine, local_lock_folder, locks_work
+from plancache.store.tags import Tagged
 
 if TYPE_CHECKING:
     from plancache.store.sealed import SealedFile
@@ -50,6 +51,7 @@ class Levels:
         self._banned: dict[tuple[bytes, bytes], str | None] = {}  # why rows are not loaded, until that was said; by key and checksum
         self._corrupt: set[Row] = set()  # whole rows, since a good copy elsewhere has the same key and checksum
         self._denied: dict[bytes, str] = {}  # what could not be recorded
+        self._suspects: set[bytes] = set()  # what was denied when the store was opened, or since then by this process
         self._condemned: dict[bytes, bytes] = {}  # local rows that a new build replaces, by key
         self._failed = False  # the local store could not be opened: it is asked no more
         self._rests_until = 0.0
@@ -113,6 +115,8 @@ class Levels:
                     self._banned[verdict.key, verdict.checksum] = None
                 elif verdict.kind == "struck" and verdict.checksum and verdict.count >= STRIKES:
                     self._banned[verdict.key, verdict.checksum] = f"{verdict.count} processes ended while they loaded it ({verdict.reason})"
+                elif verdict.kind == "denied":
+                    self._suspects.add(verdict.key)
         except SealedError:
             database.close()
             self._open_sealed(file)
@@ -204,6 +208,16 @@ class Levels:
             elif not self._corrupt or row not in self._corrupt:
                 yield found
 
+    def copies(self, key: bytes) -> list[Found]:
+        """The rows under a key in the order of levels, known to be bad or not. Raises `StoreError`."""
+        self._open()
+        return [Found(level, row) for level, store in self._stores() if (row := store.get(key)) is not None]
+
+    def known_bad(self) -> frozenset[tuple[bytes, bytes]]:
+        """The rows that are not loaded, whichever level they lie in, by key and checksum: quarantined, or processes ended in them."""
+        self._open()
+        return frozenset(self._banned)
+
     def _skip(self, found: Found) -> None:
         reason = self._banned.get((found.row.key, found.row.checksum))
         self.ban(found)
@@ -234,12 +248,12 @@ class Levels:
             else:  # SQLite takes any type in any column
                 self._on_fault("corrupt", CorruptEntryError(f"{store.path}: a row whose key is {row.key!r} is left out"))
 
-    def all_rows(self) -> Iterator[tuple[str, Path, bytes, Row | StoreError]]:
-        """Every row of every level with its file and key, known to be bad or not; an error where one cannot be read."""
+    def all_rows(self, wanted: Container[bytes] | None = None) -> Iterator[tuple[str, Path, bytes, Row | StoreError]]:
+        """Every row (of these keys) of every level with its file and key, known to be bad or not; an error where one cannot be read."""
         self._open()
         for level, store in self._stores():
             try:
-                keys = [listed.key for listed in store.listing()]
+                keys = [listed.key for listed in store.listing() if wanted is None or listed.key in wanted]
             except StoreError as error:
                 yield level, store.path, b"", error
                 continue
@@ -252,6 +266,23 @@ class Levels:
                 if row is not None:
                     yield level, store.path, key, row
 
+    def tags(self) -> list[Tagged]:
+        """Which programs asked for which keys, level by level. Raises `StoreError`."""
+        self._open()
+        return [tagged for _, store in self._stores() for tagged in store.tags()]
+
+    def tagged(self, tag: str) -> Iterator[Found]:
+        """The local entries that a program asked for, but those known to be bad. Nothing where they cannot be read."""
+        self._open()
+        try:
+            rows = self._local.tagged(tag) if self._local is not None else []
+        except StoreError as error:  # whoever needs one asks for it, and says what is wrong
+            _log.debug("entries of %s were not read: %s", tag, error)
+            rows = []
+        for row in rows:
+            if (row.key, row.checksum) not in self._banned and row not in self._corrupt:
+                yield Found("local", row)
+
     def put(self, entry: Entry, *, replace_equal: bool) -> bool:
         """Stores an entry; False where there is no place for it. Raises `StoreError`."""
         database = self._writable()
@@ -259,11 +290,11 @@ class Levels:
             return False
         digest = entry.key.digest
         try:
-            database.put(entry, replace_equal=replace_equal, condemned=self._condemned.get(digest))
+            database.put(entry, replace_equal=replace_equal, condemned=self._condemned.get(digest), tag=self._settings.tag)
         except DamagedStoreError as error:
             if not self._mended(database, error):
                 raise
-            database.put(entry)
+            database.put(entry, tag=self._settings.tag)
         self._condemned.pop(digest, None)
         self._retain(database, digest)
         return True
@@ -287,10 +318,10 @@ class Levels:
         return self.local if usable else None
 
     def count_uses(self, hits: Mapping[bytes, int]) -> None:
-        """Adds to the use counters of the local store. Raises `StoreError`."""
+        """Adds to the use counters of the local store, and to those of this program's tag. Raises `StoreError`."""
         database = self._writable() if self._opened else None
         if database is not None:
-            database.count_uses(hits, time.time())
+            database.count_uses(hits, time.time(), self._settings.tag)
 
     # ---- what is known beside the rows
 
@@ -327,6 +358,15 @@ class Levels:
         """What was shown wrong, by the digest that `building.denial` makes, with the reason."""
         return self._denied | {verdict.key: verdict.reason for verdict in self.verdicts() if verdict.kind == "denied"}
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether anything was denied, as far as is known without asking the store."""
+        return bool(self._suspects)
+
+    def denied(self, digest: bytes) -> str | None:
+        """Why one is denied; the store is asked only where it was when the store was opened, and may have been lifted since."""
+        return self.denials().get(digest) if digest in self._suspects else None
+
     def struck(self) -> dict[bytes, Verdict]:
         """What is not tried any more, since processes ended in it: by the key, or a candidate's digest, that was marked."""
         found = [verdict for verdict in self.verdicts() if verdict.kind == "struck" and not verdict.checksum]
@@ -334,22 +374,32 @@ class Levels:
 
     def forget(self, key: bytes, reason: str) -> None:
         """Takes a key's entry out of the local store, since it was shown wrong; one in a sealed file is not used any more."""
-        from plancache.store.retention import Removal, remove, scan
+        from plancache.store.retention import Removal, Stored, remove
 
         database = self._writable()
-        if database is not None:
-            chosen = tuple(stored for stored in scan(database) if stored.key == key)
-            remove(database, Removal(chosen, 0))
+        row = None if database is None else database.get(key)
+        if database is not None and row is not None:
+            remove(database, Removal((Stored(key, len(row.payload), 0.0, 0.0, 0, None, row.checksum),), 0))
         for found in self.rows(key):
             self.ban(found)
             self.record("quarantined", key, f"{_WRONG} {reason}", found.row.checksum)
 
-    def record(self, kind: str, key: bytes, reason: str, checksum: bytes = b"") -> None:
+    def count_casualties(self) -> None:
+        """Counts what processes ended in since this store was opened; that is done at each opening."""
+        if self._local is not None and self._marks is not None:
+            try:
+                self._count_casualties(self._local, self._marks)
+            except StoreError as error:
+                _log.debug("marks of dead processes were not counted: %s", error)
+
+    def record(self, kind: str, key: bytes, reason: str, checksum: bytes = b"", *, count: int = 1) -> None:
         """Notes a verdict where there is a place for it."""
+        if kind == "denied":
+            self._suspects.add(key)
         database = self._writable()
         if database is not None and isinstance(checksum, bytes):
             try:
-                database.record(Verdict(kind, key, checksum, reason, 1, time.time()))
+                database.record(Verdict(kind, key, checksum, reason, count, time.time()))
                 return
             except StoreError as error:
                 _log.debug("not recorded, %s %s: %s", kind, key.hex()[:16], error)

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from plancache.store.connection import faults, refuse_sealed
+from plancache.store.connection import faults, has_table, refuse_sealed
 
 if TYPE_CHECKING:
     from plancache.store.database import Database
@@ -26,10 +26,10 @@ SELECT_SIZES = (
 SELECT_STORED = SELECT_SIZES.replace(" FROM", ", entries.preimage FROM", 1)
 DELETE_ENTRY = "DELETE FROM entries WHERE entries.key = ? AND entries.checksum IS ?"
 DELETE_USES = "DELETE FROM uses WHERE uses.key = ?"
+DELETE_TAGS = "DELETE FROM tags WHERE tags.key = ?"
 DELETE_VERDICTS = "DELETE FROM verdicts WHERE verdicts.key = ? AND verdicts.kind IN ('quarantined', 'struck')"
 """What is known about the row; that cuDNN has no plan, or a wrong one, stays known."""
 
-_SELECT_VERDICTS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'verdicts'"
 _SELECT_PAGES = "SELECT page_count, freelist_count, page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
 _DOWN_TO = 0.9
@@ -222,8 +222,9 @@ def _delete(turns: _Turns, todo: list[Stored]) -> set[Stored]:
         gone = {one for one in todo if connection.execute(DELETE_ENTRY, (one.key, one.checksum)).rowcount}
         keys = [(one.key,) for one in gone]
         connection.executemany(DELETE_USES, keys)
-        if connection.execute(_SELECT_VERDICTS_TABLE).fetchone():
-            connection.executemany(DELETE_VERDICTS, keys)
+        for table, statement in (("verdicts", DELETE_VERDICTS), ("tags", DELETE_TAGS)):
+            if has_table(connection, table):
+                connection.executemany(statement, keys)
     return gone
 
 

@@ -41,6 +41,15 @@ verdicts = Table(  # what is known beside the entries: by key, and by checksum w
     Column("created_at", Float, nullable=False),
 )
 
+tags = Table(  # the programs that asked for a key, by the names that they gave themselves
+    "tags",
+    metadata,
+    Column("key", BLOB, primary_key=True),
+    Column("tag", Text, primary_key=True),
+    Column("hits", Integer, nullable=False),
+    Column("last_used_at", Float, nullable=False),
+)
+
 compatibility = Table("compatibility", metadata, Column("min_reader", Integer, primary_key=True, autoincrement=False))
 
 
@@ -51,11 +60,11 @@ def select_entry() -> Select[tuple[bytes, bytes, bytes, bytes, bytes]]:
 
 
 def select_listing() -> Select[tuple[bytes, bytes, bytes, int, int, float]]:
-    """All rows without their payloads, oldest first, with their use counts."""
+    """All rows without their payloads, with their use counts. Whoever reads them sorts them: SQLite would copy all of each row."""
     c = entries.c
     size, hits = func.length(c.payload).label("size_bytes"), func.coalesce(uses.c.hits, 0).label("hits")
     joined = entries.outerjoin(uses, uses.c.key == c.key)
-    return select(c.key, c.preimage, c.facts, size, hits, uses.c.last_used_at).select_from(joined).order_by(c.created_at, c.key)
+    return select(c.key, c.preimage, c.facts, size, hits, uses.c.last_used_at, c.created_at).select_from(joined)
 
 
 def insert_entry(*, replace_equal: bool) -> Insert:
@@ -78,6 +87,27 @@ def count_use() -> Insert:
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=[uses.c.key], set_={"hits": uses.c.hits + new.hits, "last_used_at": new.last_used_at}
+    )
+
+
+def select_tags() -> Select[tuple[bytes, str, int, float]]:
+    """Which programs asked for which keys."""
+    return select(tags.c.key, tags.c.tag, tags.c.hits, tags.c.last_used_at)
+
+
+def select_tagged() -> Select[tuple[bytes, bytes, bytes, bytes, bytes]]:
+    """The entries that a program asked for."""
+    c = entries.c
+    joined = entries.join(tags, tags.c.key == c.key)
+    return select(c.key, c.preimage, c.facts, c.payload, c.checksum).select_from(joined).where(tags.c.tag == bindparam("tag"))
+
+
+def count_tag() -> Insert:
+    """Adds to a program's use counter of a key."""
+    statement = insert(tags)
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=[tags.c.key, tags.c.tag], set_={"hits": tags.c.hits + new.hits, "last_used_at": new.last_used_at}
     )
 
 

@@ -17,12 +17,14 @@ from typing import NamedTuple
 from plancache.entry import Row
 from plancache.errors import SealedError
 from plancache.store.connection import ERRORS, SEALED_ID, Reader, connect, faults, is_damage, message
-from plancache.store.database import SELECT_ENTRY, SELECT_LISTING, Database, Listed
+from plancache.store.database import SELECT_ENTRY, SELECT_LISTING, Database, Listed, in_order
+from plancache.store.tags import Tagged, read_tags
 
 _IMMUTABLE = "mode=ro&immutable=1"
 _BESIDE = ("-wal", "-journal", "-shm")
 _ENTRIES = {"key", "preimage", "facts", "payload", "checksum", "created_at"}
 _USES = {"key", "hits", "last_used_at"}
+_TAGS = {"key", "tag", "hits", "last_used_at"}
 _ALONE_S = 1.0  # a process that opens the file for a moment is waited for; one that keeps it open is not
 
 _STOP = "stop the programs that use it ('fuser -v {}' lists them), and seal it then"
@@ -57,25 +59,30 @@ class SealedFile:
 
     def get(self, key: bytes) -> Row | None:
         """The row under a key, or None. Raises `StoreError`."""
-        reader = self._current()
-        try:
-            with reader.lock:
-                row = reader.connection.execute(SELECT_ENTRY, (key,)).fetchone()
-        except ERRORS as error:
-            raise _unreadable(self.path, error) from error
+        with self._reading() as connection:
+            row = connection.execute(SELECT_ENTRY, (key,)).fetchone()
         return Row(*row) if row else None
 
     def listing(self) -> Iterator[Listed]:
         """All rows without their payloads, oldest first; without uses where the file has no counts. Raises `StoreError`."""
+        with self._reading() as connection:
+            if not _is_table(connection, "uses", _USES):
+                _shadow_uses(connection)
+            return in_order(connection.execute(SELECT_LISTING).fetchall())
+
+    def tags(self) -> list[Tagged]:
+        """Which programs asked for which keys; none where the file does not say. Raises `StoreError`."""
+        with self._reading() as connection:
+            return read_tags(connection) if _is_table(connection, "tags", _TAGS, ("key", "tag")) else []
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
         reader = self._current()
         try:
-            with reader.lock:
-                if not _is_table(reader.connection, "uses", _USES):
-                    _shadow_uses(reader.connection)
-                rows = reader.connection.execute(SELECT_LISTING).fetchall()
+            with reader.lock:  # nobody closes it meanwhile
+                yield reader.connection
         except ERRORS as error:
             raise _unreadable(self.path, error) from error
-        return map(Listed._make, rows)
 
     def close(self) -> None:
         """Closes the connection, if this process opened it. A later look-up opens it again."""
@@ -185,8 +192,8 @@ def _refuse_content(path: Path, connection: sqlite3.Connection) -> None:
         raise _unreadable(path, error) from error
 
 
-def _is_table(connection: sqlite3.Connection, name: str, columns: set[str]) -> bool:
-    """Whether the file has an ordinary table with these stored columns and an index for its primary key, `key`.
+def _is_table(connection: sqlite3.Connection, name: str, columns: set[str], key: tuple[str, ...] = ("key",)) -> bool:
+    """Whether the file has an ordinary table with these stored columns and an index for its primary key.
 
     Views and virtual tables have no such index. That is asked of SQLite too, since the rows of sqlite_master may lie.
     """
@@ -194,9 +201,9 @@ def _is_table(connection: sqlite3.Connection, name: str, columns: set[str]) -> b
         return False
     found = connection.execute(f"PRAGMA main.table_xinfo({name})").fetchall()
     stored = {column for _, column, _, _, _, _, hidden in found if not hidden}
-    primary = [column for _, column, _, _, _, place, _ in found if place]
+    primary = tuple(column for _, column, _, _, _, place, _ in found if place)
     indexes = connection.execute(f"PRAGMA main.index_list({name})").fetchall()
-    return columns <= stored and primary == ["key"] and any(origin == "pk" for _, _, _, origin, _ in indexes)
+    return columns <= stored and primary == key and any(origin == "pk" for _, _, _, origin, _ in indexes)
 
 
 def _shadow_uses(connection: sqlite3.Connection) -> None:
@@ -249,6 +256,14 @@ def unseal(path: Path, *, lock_timeout_s: float) -> None:
                 made.replace(real)
             with suppress(OSError):  # as below
                 _sync(real.parent)
+
+
+def publish(made: Path, real: Path) -> None:
+    """Seals a database that nobody has open, and puts it where it is to be, in the place of what lies there."""
+    _finish(made, SEALED_ID, "DELETE", 0o444)
+    made.replace(real)
+    with suppress(OSError):  # as below
+        _sync(real.parent)
 
 
 def _existing(path: Path) -> Path:
