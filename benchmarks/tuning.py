@@ -188,7 +188,7 @@ def _retime(directory: Path) -> dict[str, Any]:
     """Low end, median and high end in microseconds of each graph's three plans, timed side by side."""
     from benchmarks.suite import cases
     from plancache import PlanCache
-    from plancache.autotune import Contestant
+    from plancache.jury import Contestant
 
     result: dict[str, Any] = {}
     with PlanCache(directory / "tuned-0", strict=True, build="forbid") as cache:

@@ -7,29 +7,23 @@ others run in rounds, interleaved, and each round keeps those that are still nea
 from __future__ import annotations
 
 import math
-import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
-from plancache.entry import Built, Candidate, Trial
+from plancache.entry import Built, Candidate
 from plancache.errors import SettingsError
-from plancache.proof import disagreement, unwritten
-
-if TYPE_CHECKING:
-    from plancache.backend import Option
-
-POISONS = (0xFF, 0x5A)
-"""Bytes that outputs are filled with: what a plan left as it was shows in both."""
+from plancache.jury import Bench, Contestant, Jury, Outcome, Watch, loaded
+from plancache.key import MODES
 
 _PRUNED_AT = 3.0  # times the best: clocks, caches and noise never make up for that
 _FIRST_RUN_US = 50_000.0
 _ROUNDS = ((4, 1.4), (8, 1.15), (16, 1.08), (32, 1.05), (80, 1.045), (120, 1.0))  # runs, and who stays, times the best
-_MODES = ("A", "B", "FALLBACK")
 
 
 @dataclass(frozen=True)
@@ -42,136 +36,56 @@ class Tuning:
     heuristic's order). `tolerance`: between outputs, relative to the values around, beyond one step of the type; by default
     what type and reduction length allow. `jobs`: child processes that compile, by default one a core up to 8; 0 compiles in
     this process. `wait`: for another process that tunes the same plan; otherwise go on with the heuristic's.
+
+    `replay`: after an upgrade of cuDNN, its frontend or the driver, what won on this GPU before is tried against the
+    heuristic's first choice alone, and kept where it is right and not slower; otherwise, and on a refresh, all are tried.
+
+    `isolate`: tune in a child process, so that a candidate that hangs or crashes ends the child and not this process: it is
+    recorded and skipped, and a new child goes on. Inputs are made up then, and the cache directory must be writable.
+    `candidate_limit_s`: seconds that a candidate may take in one step before it counts as hanging: to compile in a child
+    process; to load and to run as well where tuning is isolated (nothing can end what hangs in this process).
     """
 
     budget_s: float = 120.0
     total_budget_s: float | None = None
-    modes: tuple[str, ...] = _MODES
+    modes: tuple[str, ...] = MODES
     measure: Literal["eager", "graph"] = "eager"
     tie_margin: float = 0.02
     tolerance: float | None = None
     jobs: int | None = None
     wait: bool = True
+    replay: bool = True
+    isolate: bool = False
+    candidate_limit_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.modes, str) or not self.modes or not set(self.modes) <= set(_MODES):
-            raise SettingsError(f"modes must be some of {', '.join(_MODES)}, not {self.modes!r}")
+        if isinstance(self.modes, str) or not self.modes or not set(self.modes) <= set(MODES):
+            raise SettingsError(f"modes must be some of {', '.join(MODES)}, not {self.modes!r}")
         object.__setattr__(self, "modes", tuple(self.modes))
         if self.measure not in ("eager", "graph"):
             raise SettingsError(f"measure must be 'eager' or 'graph', not {self.measure!r}")
-        for name, most in (("budget_s", math.inf), ("total_budget_s", math.inf), ("tie_margin", 0.5), ("tolerance", 1.0)):
+        for name in ("wait", "replay", "isolate"):
+            if type(getattr(self, name)) is not bool:
+                raise SettingsError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        longest = threading.TIMEOUT_MAX
+        bounds = {"budget_s": math.inf, "total_budget_s": math.inf, "tie_margin": 0.5, "tolerance": 1.0, "candidate_limit_s": longest}
+        for name, most in bounds.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most):
-                raise SettingsError(f"{name} must be a number from 0 to {most:g}, not {value!r}")
+            if value is None and name in ("total_budget_s", "tolerance"):
+                continue
+            least = 1 if name == "candidate_limit_s" else 0  # nothing is done in no time, and what hangs is not tried again
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise SettingsError(f"{name} must be a number from {least} to {most:g}, not {value!r}")
         if self.jobs is not None and (type(self.jobs) is not int or self.jobs < 0):
             raise SettingsError(f"jobs must be a whole number of processes, not {self.jobs!r}")
-
-
-class Bench(Protocol):
-    """One graph on one device: candidates that can be built, run and timed."""
-
-    def options(self) -> Sequence[Option]: ...
-
-    def start(self, option: Option) -> Future[Built]:
-        """Begins to build a candidate."""
-
-    def load(self, built: Built) -> Any:
-        """Something to run. Raises whatever cuDNN raises."""
-
-    def time_us(self, runnables: Sequence[Any], runs: int) -> list[list[float]]:
-        """GPU times of each, interleaved, each run with a cold L2."""
-
-    def outputs(self, runnable: Any, poison: int) -> Mapping[int, Any]:
-        """What one run makes of outputs that were filled with a byte."""
-
-    def bounds(self) -> Mapping[int, float]:
-        """How far right results may be apart, by output."""
-
-    def partly_written(self) -> frozenset[int]:
-        """Outputs of which a right plan leaves parts as they were."""
-
-
-@dataclass(eq=False)
-class Contestant:
-    """A candidate in the race."""
-
-    option: Option
-    rank: int
-    built: Built | None = None
-    runnable: Any = None
-    times_us: list[float] = field(default_factory=list)
-    result: str = "skipped"
-    reason: str = ""
-    seen: dict[int, Mapping[int, Any]] = field(default_factory=dict)  # outputs by poison
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.option.candidate
-
-    @property
-    def median_us(self) -> float:
-        return statistics.median(self.times_us)
-
-    def level_us(self) -> float:
-        """The lower quartile: while there are few runs, one that something else on the GPU slowed down must not decide."""
-        return sorted(self.times_us)[len(self.times_us) // 4]
-
-    def interval_us(self) -> tuple[float, float]:
-        """Where the median lies with 95 percent confidence: order statistics (binomial)."""
-        ordered = sorted(self.times_us)
-        half = 0.98 * math.sqrt(len(ordered))
-        low, high = math.floor(len(ordered) / 2 - half), math.ceil(len(ordered) / 2 + half)
-        return ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]
-
-    def preference(self) -> tuple[Any, ...]:
-        """The fixed order that decides among ties."""
-        assert self.built is not None
-        knobs = tuple(sorted(self.candidate.knobs.items()))
-        return self.built.workspace_size, not self.option.deterministic, self.rank, self.candidate.engine, knobs
-
-    def trial(self) -> Trial:
-        timed = len(self.times_us) > 1
-        low, high = self.interval_us() if timed else (None, None)
-        built = self.built
-        return Trial(
-            *self.candidate,
-            rank=self.rank,
-            build_s=round(sum(built.timings_s.values()), 4) if built else 0.0,
-            workspace_size=built.workspace_size if built else None,
-            time_us=round(self.median_us, 3) if self.times_us else None,
-            low_us=low and round(low, 3),
-            high_us=high and round(high, 3),
-            runs=len(self.times_us),
-            result=self.result,
-            reason=self.reason,
-        )
-
-
-class Outcome(NamedTuple):
-    """What tuning brought. `winner` is None where no candidate was proven.
-
-    `wrong`: those that were shown wrong, to be denied. `heuristic_is_wrong`: the heuristic's first plan is among them.
-    """
-
-    winner: Contestant | None
-    heuristic: Contestant | None
-    contestants: tuple[Contestant, ...]
-    proof: str
-    tolerance: float | None
-    wrong: tuple[Contestant, ...]
-    heuristic_is_wrong: bool
-
-    def trials(self) -> tuple[Trial, ...]:
-        """What was learned of each, fastest first."""
-        made = [contestant.trial() for contestant in self.contestants]
-        return tuple(sorted(made, key=lambda trial: (trial.time_us is None, trial.time_us or 0.0, trial.rank)))
 
 
 class Race:
     """One graph's candidates, from the first build to the proof. `screen` may go on beside builds, `decide` wants a quiet GPU.
 
     `denied`: why a candidate is not to be tried; `first`: names of candidates that won before, which are built first;
-    `watch`: entered while a candidate is built in this process, and while it is loaded and run for the first time.
+    `only`: names of the candidates that take part, where not all do; `watch`: see `jury.Watch`; `singly`: it watches single
+    runs in the race too, each of which is waited for.
     """
 
     def __init__(
@@ -181,17 +95,22 @@ class Race:
         *,
         denied: Callable[[Candidate], str | None] = lambda _: None,
         first: Sequence[str] = (),
-        watch: Callable[[Candidate], AbstractContextManager[None]] = lambda _: nullcontext(),
+        only: Collection[str] | None = None,
+        watch: Watch = lambda _, __: nullcontext(),
+        singly: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bench = bench
         self._watch = watch
+        self._singly = singly
         self._tuning = tuning
         self._first = first
         self._clock = clock
         self.contestants = [Contestant(option, rank) for rank, option in enumerate(bench.options())]
         for one in self.contestants:
             one.reason = denied(one.candidate) or ""
+            if only is not None and one.candidate.name not in only and not one.reason:
+                one.reason = "left out: what won in an earlier environment was tried alone"
 
     def screen(self) -> None:
         """Builds, loads and looks at each: what fails or is far behind the best is out."""
@@ -208,15 +127,34 @@ class Race:
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in sorted(done, key=lambda future: pending[future].rank):
                 one = pending.pop(future)
-                with self._watch(one.candidate):
-                    best = min(best, _look(self._bench, one, future, best))
+                best = min(best, self._look(one, future, best))
         for future, one in pending.items():
             future.cancel()
             one.reason = "the budget was spent"
 
     def _started(self, one: Contestant) -> Future[Built]:
-        with self._watch(one.candidate):
+        with self._watch("build", [one.candidate]):
             return self._bench.start(one.option)
+
+    def _look(self, one: Contestant, future: Future[Built], best: float) -> float:
+        """The time of a candidate's first runs, or infinity where it fails."""
+        try:
+            one.built = future.result()
+            with self._watch("load", [one.candidate]):
+                one.runnable = self._bench.load(one.built)
+            with self._watch("run", [one.candidate]):
+                seen = self._bench.time_us([one.runnable], 1)[0][0]
+                if seen < max(best * _PRUNED_AT, _FIRST_RUN_US):  # the first run loads the kernel, and libraries with it
+                    seen = min(self._bench.time_us([one.runnable], 3)[0])
+        except Exception as error:  # whatever a candidate raises takes it out
+            one.fail(error)
+            return math.inf
+        one.times_us = [seen]
+        if seen > best * _PRUNED_AT:
+            one.result, one.reason = "pruned", "far slower at its first run"
+        else:
+            one.result = "running"
+        return seen
 
     def set_aside(self) -> None:
         """Lets go of what is loaded; it is loaded again when it is needed."""
@@ -226,11 +164,11 @@ class Race:
     def decide(self) -> Outcome:
         """Races those that are left, and proves the winner."""
         until = self._clock() + self._tuning.budget_s
-        jury = _Jury(self._bench, self.contestants, self._tuning.tolerance)
+        jury = Jury(self._bench, self.contestants, self._tuning.tolerance, self._watch)
         running = [one for one in self.contestants if one.result == "running"]
         while running:
-            running = [one for one in running if _loaded(self._bench, one)]
-            _race(self._bench, running, until, self._clock)
+            running = [one for one in running if loaded(self._bench, one, self._watch)]
+            self._race(running, until)
             finished = [one for one in running if one.result == "running"]
             winner = jury.prove(_preferred(finished, self._tuning.tie_margin))
             if winner is not None:
@@ -240,61 +178,33 @@ class Race:
                 one.result = "running"
         return jury.outcome(None)
 
+    def _race(self, running: list[Contestant], until: float) -> None:
+        """Rounds that keep those near the best, with more runs each time. One round is always run."""
+        for one in running:
+            one.times_us.clear()  # the first look was at other clocks
+        for number, (runs, stays) in enumerate(_ROUNDS):
+            if not running or (number and (self._clock() > until or len(running) == 1)):
+                return
+            self._time(running, runs)
+            best = min(one.level_us() for one in running)
+            for one in running:
+                if one.level_us() > best * stays and number < len(_ROUNDS) - 1:
+                    one.result, one.reason = ("pruned" if number == 0 else "slower"), f"slower after {len(one.times_us)} runs"
+            running = [one for one in running if one.result == "running"]
+
+    def _time(self, running: list[Contestant], runs: int) -> None:
+        for some, times in [([one], 1) for _ in range(runs) for one in running] if self._singly else [(running, runs)]:
+            with self._watch("race", [one.candidate for one in some]):
+                found = self._bench.time_us([one.runnable for one in some], times)
+            for one, more in zip(some, found, strict=True):
+                one.times_us += more
+
 
 def tune(bench: Bench, tuning: Tuning, **options: Any) -> Outcome:
     """Races the candidates of one graph and proves the winner; `options` as of `Race`."""
     race = Race(bench, tuning, **options)
     race.screen()
     return race.decide()
-
-
-def _loaded(bench: Bench, one: Contestant) -> bool:
-    """Whether there is something to run; what does not load is out."""
-    if one.runnable is None and one.built is not None and one.result != "failed":
-        try:
-            one.runnable = bench.load(one.built)
-        except Exception as error:  # whatever a candidate raises takes it out
-            one.result, one.reason = "failed", _first_line(error)
-    return one.runnable is not None
-
-
-def _look(bench: Bench, one: Contestant, future: Future[Built], best: float) -> float:
-    """The time of a candidate's first runs, or infinity where it fails."""
-    try:
-        one.built = future.result()
-        one.runnable = bench.load(one.built)
-        seen = bench.time_us([one.runnable], 1)[0][0]
-        if seen < max(best * _PRUNED_AT, _FIRST_RUN_US):  # the first run loads the kernel, and libraries with it
-            seen = min(bench.time_us([one.runnable], 3)[0])
-    except Exception as error:  # whatever a candidate raises takes it out
-        one.result, one.reason = "failed", _first_line(error)
-        return math.inf
-    one.times_us = [seen]
-    if seen > best * _PRUNED_AT:
-        one.result, one.reason = "pruned", "far slower at its first run"
-    else:
-        one.result = "running"
-    return seen
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
-
-
-def _race(bench: Bench, running: list[Contestant], until: float, clock: Callable[[], float]) -> None:
-    """Rounds that keep those near the best, with more runs each time. One round is always run."""
-    for one in running:
-        one.times_us.clear()  # the first look was at other clocks
-    for number, (runs, stays) in enumerate(_ROUNDS):
-        if not running or (number and (clock() > until or len(running) == 1)):
-            return
-        for one, times in zip(running, bench.time_us([one.runnable for one in running], runs), strict=True):
-            one.times_us += times
-        best = min(one.level_us() for one in running)
-        for one in running:
-            if one.level_us() > best * stays and number < len(_ROUNDS) - 1:
-                one.result, one.reason = ("pruned" if number == 0 else "slower"), f"slower after {len(one.times_us)} runs"
-        running = [one for one in running if one.result == "running"]
 
 
 def _preferred(finished: list[Contestant], margin: float) -> list[Contestant]:
@@ -322,97 +232,3 @@ def _boundary(ratios: list[float], margin: float) -> float:
     stretches = [(max(below, 1.0), min(above, high)) for below, above in pairwise([*sorted(ratios), math.inf])]
     width, start = max((end - start, start) for start, end in stretches)
     return start + max(0.0, width) / 2
-
-
-# ---- proof ----------------------------------------------------------------------------------------------------------
-
-
-class _Jury:
-    """Decides which of the finishers is right, by what their runs make of poisoned outputs."""
-
-    def __init__(self, bench: Bench, entered: list[Contestant], tolerance: float | None) -> None:
-        self._bench = bench
-        self._entered = entered
-        self._tolerance = tolerance
-        self._bounds: Mapping[int, float] = {}
-        self._proof_of = "none"
-        self._wrong: list[Contestant] = []
-
-    def prove(self, order: list[Contestant]) -> Contestant | None:
-        """The first that is shown right, or None."""
-        built = [one for one in self._entered if one.built is not None and one.result != "failed"]
-        self._bounds = {uid: self._tolerance or bound for uid, bound in self._bench.bounds().items()}
-        for one in order:
-            proof = self._proof(one, self._others(one, self._heuristic, built), self._bounds)
-            if proof is not None:
-                one.result, one.reason, self._proof_of = "won", "", proof
-                return one
-        return None
-
-    @property
-    def _heuristic(self) -> Contestant | None:
-        """The first that the heuristics name and that could be built and loaded."""
-        return next((one for one in self._entered if one.built is not None and one.result != "failed"), None)
-
-    def outcome(self, winner: Contestant | None) -> Outcome:
-        wrong = tuple(one for one in self._wrong if one.result == "wrong")
-        tolerance = max(self._bounds.values(), default=None) if winner else None
-        heuristic = self._heuristic
-        return Outcome(winner, heuristic, tuple(self._entered), self._proof_of, tolerance, wrong, heuristic in wrong)
-
-    def _others(self, one: Contestant, heuristic: Contestant | None, built: list[Contestant]) -> Iterator[Contestant]:
-        """Whom a plan is compared with: the heuristic's first plan, then other engines, then other knobs."""
-        rest = [other for other in built if other not in (one, heuristic)]
-        rest.sort(key=lambda other: other.candidate.engine == one.candidate.engine)
-        if heuristic is not None and heuristic is not one:
-            yield heuristic
-        yield from rest
-
-    def _proof(self, one: Contestant, others: Iterator[Contestant], bounds: Mapping[int, float]) -> str | None:
-        """How a plan was shown right, or None."""
-        if one in self._wrong or not self._writes_all(one):
-            return None
-        opponents: list[Contestant] = []
-        for other in others:
-            if other in self._wrong or not self._writes_all(other):
-                continue
-            if self._apart(one, other, bounds) is None:
-                for opponent in opponents:  # two engines against one
-                    self._condemn(opponent, f"{one.candidate.name} and {other.candidate.name} agree: {self._apart(opponent, one, bounds)}")
-                return f"agrees with {other.candidate.name}"
-            agreeing = next((opponent for opponent in opponents if self._apart(opponent, other, bounds) is None), None)
-            if agreeing is not None:
-                names = f"{agreeing.candidate.name} and {other.candidate.name}"
-                self._condemn(one, f"{names} agree: {self._apart(one, agreeing, bounds)}")
-                return None
-            opponents.append(other)
-        if opponents:
-            one.result, one.reason = "wrong", f"disagrees with {opponents[0].candidate.name}, and nobody else agrees with either"
-            return None
-        return "every element written; no other plan to compare with"
-
-    def _writes_all(self, one: Contestant) -> bool:
-        if one in self._wrong or not _loaded(self._bench, one):
-            return False
-        try:
-            left = unwritten(self._run(one, POISONS[0]), self._run(one, POISONS[1]), POISONS, partly=self._bench.partly_written())
-        except Exception as error:  # a run that raises proves nothing, and takes the candidate out
-            one.result, one.reason = "failed", _first_line(error)
-            one.runnable = None
-            self._wrong.append(one)
-            return False
-        if left is not None:
-            self._condemn(one, left)
-        return left is None
-
-    def _run(self, one: Contestant, poison: int) -> Mapping[int, Any]:
-        if poison not in one.seen:
-            one.seen[poison] = self._bench.outputs(one.runnable, poison)
-        return one.seen[poison]
-
-    def _apart(self, one: Contestant, other: Contestant, bounds: Mapping[int, float]) -> str | None:
-        return disagreement(self._run(one, POISONS[0]), self._run(other, POISONS[0]), bounds)
-
-    def _condemn(self, one: Contestant, reason: str | None) -> None:
-        one.result, one.reason = "wrong", reason or ""
-        self._wrong.append(one)

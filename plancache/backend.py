@@ -11,9 +11,8 @@ import ctypes
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from plancache.copies import BUILDING, Copies, member
 from plancache.entry import Built, Candidate, Layout
 from plancache.environment import Device, Here, Libraries, current_ordinal, load_frontend, loaded_or_near, version_text
 from plancache.errors import DeviceFileError
+from plancache.executable import Executable
 from plancache.key import Constraints
 from plancache.signature import canonical_order, clone
 
@@ -43,56 +43,11 @@ class Option(NamedTuple):
     runtime_compiled: bool
 
 
-class Executable:
-    """A loaded plan of one thread and device. `uids` are those it binds, ascending."""
-
-    def __init__(self, graph: Any, uids: tuple[int, ...], handle: Any) -> None:
-        self._graph = graph
-        self._uids = uids
-        self._handle = handle
-        self._pointers = (ctypes.c_uint64 * len(uids))()  # cuDNN reads them before the launch returns
-        self._address = ctypes.addressof(self._pointers)
-        self._launch = None if graph.plans else getattr(graph._lowered_graph, "_execute_with_raw_ptrs", None)
-
-    def runner(self, buffers: Sequence[Any], addresses: list[int], workspace: Any, workspace_address: int) -> Callable[[int], None]:
-        """A function of the stream that runs the plan on these buffers, given in the order of `uids`."""
-        from cudnn import set_stream
-
-        handle, count, launch = self._handle, len(addresses), self._launch
-        if launch is None:  # a Python engine's plan reads the buffers' own descriptions
-            graph, uids, buffers = self._graph, self._uids, list(buffers)
-
-            def run_graph(stream: int) -> None:
-                set_stream(handle, stream)
-                graph.execute(buffers, workspace, handle, tensor_uids=uids)
-
-            return run_graph
-        pointers = (ctypes.c_uint64 * count)(*addresses)
-        address, backend_handle = ctypes.addressof(pointers), handle.backend_handle
-
-        def run(stream: int, _keep: Any = (pointers, buffers)) -> None:
-            if handle.stream != stream:
-                set_stream(handle, stream)
-            launch(address, count, workspace_address, backend_handle, -1)
-
-        return run
-
-    def run(self, buffers: Sequence[Any], addresses: list[int], workspace: Any, workspace_address: int, stream: int) -> None:
-        """Runs the plan once."""
-        if self._launch is None:
-            self.runner(buffers, addresses, workspace, workspace_address)(stream)
-            return
-        handle = self._handle
-        if handle.stream != stream:
-            from cudnn import set_stream
-
-            set_stream(handle, stream)
-        self._pointers[:] = addresses  # type: ignore[assignment]  # plain integers are what it is for
-        self._launch(self._address, len(addresses), workspace_address, handle.backend_handle, -1)
-
-
 class Planned:
-    """A copy and its candidates, which are built one after the other. `places`: of the candidates in the plan list, by name."""
+    """A copy and its candidates, which are built one after the other. `places`: of the candidates in the plan list, by name.
+
+    `plans`: the whole list, as the frontend ranks it; `native`: cuDNN's graph, which runs what was built last.
+    """
 
     def __init__(self, backend: CudnnBackend, copy: Any, seconds: Sequence[float]) -> None:
         self._backend = backend
@@ -100,8 +55,8 @@ class Planned:
         self._seconds = seconds
         self.candidates: list[Candidate] = []
         self.places: dict[str, int] = {}
-        for index in range(copy.get_execution_plan_count()):
-            candidate = _candidate(copy, index)
+        self.plans = tuple(_candidate(copy, index) for index in range(copy.get_execution_plan_count()))
+        for index, candidate in enumerate(self.plans):
             if candidate.name not in self.places:  # the heuristics name some twice
                 self.places[candidate.name] = index
                 self.candidates.append(candidate)
@@ -111,6 +66,34 @@ class Planned:
         index = self.places[candidate.name]
         ours = self._copy._engine_for(self._copy.plans[index]) is None
         return ours and "RUNTIME_COMPILATION" in _notes(self._copy, index)
+
+    @property
+    def native(self) -> Any:
+        return self._copy._lowered_graph
+
+    @property
+    def layouts(self) -> dict[int, Layout]:
+        """Lowered tensors by canonical uid."""
+        return {uid: _layout(self._copy, tensor) for uid, tensor in sorted(self._copy._tensor_by_uid.items())}
+
+    def build_first(self, constraints: Constraints) -> Built:
+        """Builds and serializes the heuristic's first choice that the constraints allow. Raises cuDNN's own error."""
+        with BUILDING, self._backend._on_device():
+            clock = [time.perf_counter()]
+            _limit(self._copy, constraints)
+            _filter(self._copy, constraints)
+            self._copy.check_support()
+            self._copy.build_plans()
+            clock.append(time.perf_counter())
+            blob = self._copy.serialize(as_bytes=True)
+            clock.append(time.perf_counter())
+            seconds = [*self._seconds, *(after - before for before, after in pairwise(clock))]
+            return self._backend._built(self._copy, blob, dict(zip(_STEPS, seconds, strict=True)), self.plans)
+
+    def own_notes(self, candidate: Candidate) -> tuple[Any, ...] | None:
+        """The numerical notes of a Python engine of the frontend, which declares them; None for an engine of the backend."""
+        plan = self._copy.plans[self.places[candidate.name]]
+        return None if self._copy._engine_for(plan) is None else self._copy._notes_of(plan, "numerical")
 
     def build(self, candidate: Candidate) -> Built:
         """Builds and serializes a candidate. Raises cuDNN's own error."""
@@ -152,7 +135,7 @@ class CudnnBackend(Copies):
         variables: Mapping[str, str],  # noqa: ARG002  # as in force
         candidate: Candidate | None = None,
     ) -> Built:
-        """Builds a candidate, or the heuristic's first choice (modes A, then FALLBACK) that the constraints allow, and serializes it.
+        """Builds a candidate, or the heuristic's first choice that the constraints allow, and serializes it.
 
         Raises cuDNN's own error where it has no plan.
         """
@@ -163,7 +146,7 @@ class CudnnBackend(Copies):
             copy = self.copy(decode(signature), handle=handle)
             clock = [time.perf_counter()]
             if candidate is None:
-                self._plan(copy, constraints, clock)
+                self._plan(copy, constraints, clock, constraints.modes)
                 copy.build_plans()
             else:
                 self._plan_candidate(copy, constraints, candidate, clock)
@@ -175,12 +158,12 @@ class CudnnBackend(Copies):
             every = tuple(_candidate(copy, index) for index in range(copy.get_execution_plan_count()))
             return self._built(copy, blob, dict(zip(_STEPS, seconds, strict=True)), every)
 
-    def planned(self, signature: bytes, constraints: Constraints, modes: Sequence[str]) -> Planned:
-        """A copy for which the heuristics have named their candidates in these modes."""
+    def planned(self, signature: bytes, constraints: Constraints, modes: Sequence[str], handle: Any = None) -> Planned:
+        """A copy for which the heuristics have named their candidates in these modes; on a caller's handle, or this thread's."""
         from plancache.description import decode
 
         with BUILDING, self._on_device():
-            copy = self.copy(decode(signature), handle=None if self.device.is_file else self.handle())
+            copy = self.copy(decode(signature), handle=None if self.device.is_file else handle or self.handle())
             clock = [time.perf_counter()]
             self._plan(copy, constraints, clock, modes)
         return Planned(self, copy, [after - before for before, after in pairwise(clock)])
@@ -188,14 +171,32 @@ class CudnnBackend(Copies):
     def options(self, signature: bytes, constraints: Constraints, modes: Sequence[str]) -> tuple[Planned, list[Option]]:
         """The candidates that the heuristics name in these modes and the constraints allow, in their order, each once."""
         planned = self.planned(signature, constraints, modes)
-        steady = replace(constraints, barred_numerical_notes=(*constraints.barred_numerical_notes, "NONDETERMINISTIC"))
-        try:
-            deterministic = set(self.planned(signature, steady, modes).places)
-        except load_frontend().cudnnGraphNotSupportedError:
-            deterministic = set()
-        return planned, [
-            Option(candidate, candidate.name in deterministic, planned.compiles(candidate)) for candidate in planned.candidates
-        ]
+        steady: dict[int, bool] = {}  # by engine: the note is the engine's, whatever its knobs
+        for candidate in planned.candidates:
+            if candidate.engine not in steady:
+                steady[candidate.engine] = self._is_deterministic(signature, planned, candidate)
+        return planned, [Option(candidate, steady[candidate.engine], planned.compiles(candidate)) for candidate in planned.candidates]
+
+    def _is_deterministic(self, signature: bytes, planned: Planned, candidate: Candidate) -> bool:
+        """Whether an engine lacks the note NONDETERMINISTIC, which has no getter: a copy that has only this engine, with
+        default knobs, is supported until the note is barred. About 1 ms."""
+        from plancache.description import decode
+
+        cudnn = load_frontend()
+        own = planned.own_notes(candidate)
+        if own is not None:
+            return member(cudnn, "numerical_note", "NONDETERMINISTIC") not in own
+        with BUILDING, self._on_device():
+            copy = self.copy(decode(signature), handle=None if self.device.is_file else self.handle())
+            try:
+                _lower(copy, Constraints(), [])
+                copy.create_execution_plan(candidate.engine, {})
+                copy.check_support()
+                _filter(copy, Constraints(deterministic=True))
+                copy.check_support()
+            except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+                return False
+        return True
 
     def build_unchanged(self, graph: Any, constraints: Constraints) -> tuple[Executable, list[Any], list[Layout], int]:
         """Builds an uncacheable graph as its caller made it, on a clone: executable, tensors, layouts and workspace bytes."""
@@ -210,7 +211,7 @@ class CudnnBackend(Copies):
                 scratch._cpp_graph_kwargs.update(device_property=self.properties(), sm_version=self.device.sm_version)
             else:
                 scratch._handle = self.handle()
-            self._plan(scratch, constraints, [])
+            self._plan(scratch, constraints, [], constraints.modes)
             scratch.build_plans()
         uids = tuple(scratch._variant_pack_uids() or ())
         callers = {tensor.uid: tensor for tensor in canonical_order(graph)}
@@ -225,7 +226,7 @@ class CudnnBackend(Copies):
         copy.check_support()
         clock.append(time.perf_counter())
 
-    def _plan(self, copy: Any, constraints: Constraints, clock: list[float], modes: Sequence[str] = ("A", "FALLBACK")) -> None:
+    def _plan(self, copy: Any, constraints: Constraints, clock: list[float], modes: Sequence[str]) -> None:
         cudnn = load_frontend()
         _lower(copy, constraints, clock)
         copy.create_execution_plans([member(cudnn, "heur_mode", mode) for mode in modes])
@@ -272,6 +273,23 @@ class CudnnBackend(Copies):
             else:
                 graph.deserialize(handle, built.blob)
         return Executable(graph, built.operands, handle)
+
+    def load_native(self, built: Built, handle: int | None) -> Any:
+        """cuDNN's own graph object with a checked plan of the backend's, on a caller's handle; without a GPU on none.
+
+        Raises whatever cuDNN raises.
+        """
+        graph_of = load_frontend()._pybind_module.backend_graph
+        if "RUNTIME_COMPILATION" in built.behavior_notes:
+            self._keep_nvrtc()
+        if handle is None:
+            graph = graph_of(device_property=self.properties())
+            graph.deserialize(built.blob)
+            return graph
+        graph = graph_of(handle=handle)
+        with self._on_device(), quietly():
+            graph.deserialize(handle, built.blob)
+        return graph
 
     def _keep_nvrtc(self) -> None:
         """Keeps NVRTC mapped. cuDNN opens and closes it at each load of a runtime-compiled plan, which takes 17 ms where
@@ -342,6 +360,11 @@ def _lower(copy: Any, constraints: Constraints, clock: list[float]) -> None:
     copy.validate()
     copy.build_operation_graph()
     clock.append(time.perf_counter())
+    _limit(copy, constraints)
+
+
+def _limit(copy: Any, constraints: Constraints) -> None:
+    """Bars plans by name and by workspace."""
     if constraints.barred_engines:
         copy.deselect_engines(list(constraints.barred_engines))
     limits = [limit for limit in (constraints.workspace_limit_bytes, copy._workspace_limit) if limit is not None]

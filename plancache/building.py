@@ -16,7 +16,7 @@ from plancache.description import decode, family
 from plancache.entry import Built, Candidate, Entry
 from plancache.environment import load_frontend
 from plancache.errors import DeniedError, GraphStateError, StruckError
-from plancache.key import Constraints, PlanKey
+from plancache.key import MODES, Constraints, PlanKey
 from plancache.store.levels import STRIKES, Levels
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from plancache.target import DeviceTarget
 
 WITHOUT_GPU = "unsupported without a GPU"
-
-_MODES = ("A", "B", "FALLBACK")
 
 _log = logging.getLogger("plancache.cache")
 
@@ -47,14 +45,23 @@ def check_outputs(graph: Any) -> None:
 
 
 def build(
-    levels: Levels, reading: Reading, key: PlanKey, target: DeviceTarget, constraints: Constraints, variables: dict[str, str]
+    levels: Levels,
+    reading: Reading,
+    key: PlanKey,
+    target: DeviceTarget,
+    constraints: Constraints,
+    variables: dict[str, str],
+    make: Callable[[], Built] | None = None,
 ) -> Entry:
-    """The heuristics' first choice that is not denied, built. Raises cuDNN's own error, or `DeniedError`."""
+    """The heuristics' first choice that is not denied, built. Raises cuDNN's own error, or `DeniedError`.
+
+    `make`: builds that choice where the copy is planned already.
+    """
     here = not target.device.is_file
     try:
         with levels.mark(key.digest, "build") if here else nullcontext():  # a crash in the child is not ours
             target.backend.check_copy(reading)
-            built = target.builder.build(reading.signature, constraints, variables)
+            built = make() if make else target.builder.build(reading.signature, constraints, variables)
     except load_frontend().cudnnGraphNotSupportedError as error:
         if not target.unknown and not target.backend.is_of_the_device(error):
             levels.record("unsupported" if here else WITHOUT_GPU, key.digest, str(error))
@@ -64,13 +71,13 @@ def build(
     if reason is not None:
         with levels.mark(key.digest, "build") if here else nullcontext():
             built = _another(built, reason, denied, key, target, constraints)
-    return Entry.of(
-        built,
-        key=key,
-        quality="heuristic" if here else "compiled",
-        created_at=time.time(),
-        provenance={"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version},
-    )
+    return made(built, key, target, quality="heuristic" if here else "compiled")
+
+
+def made(built: Built, key: PlanKey, target: DeviceTarget, **more: Any) -> Entry:
+    """What was built here and now, as an entry."""
+    provenance = {"plancache": __version__, "cudnn": target.backend.libraries.cudnn_version}
+    return Entry.of(built, key=key, created_at=time.time(), provenance=provenance, **more)
 
 
 def _another(
@@ -79,7 +86,7 @@ def _another(
     """The next choice that is not denied and can be built. Without a GPU choices are not known in this process."""
     if not target.device.is_file:
         # not by engine and knobs: cuDNN checks notes that are barred only on the list that its heuristics made
-        planned = target.backend.planned(key.components["signature"], constraints, _MODES)
+        planned = target.backend.planned(key.components["signature"], constraints, MODES)
         unsupported = load_frontend().cudnnGraphNotSupportedError
         for candidate in planned.candidates:
             if denied(candidate) is not None:

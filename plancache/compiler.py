@@ -8,32 +8,27 @@ ends the child and is an error for one graph.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, NoReturn
-from weakref import finalize
 
+from plancache.children import Child, end_with_parent, receive, send, visible_devices
 from plancache.entry import Built, Candidate, decode_facts, encode_facts
-from plancache.environment import Device, load_frontend, result_changing_variables
+from plancache.environment import Device, load_frontend
 from plancache.errors import ClosedError, CompilerError, PlancacheError
 from plancache.key import Constraints, Place
 
 _STUB = Path(__file__).with_name("driver_stub.c")
-_SIZES = struct.Struct("<II")
-_LAST_WORDS_S = 2.0
 
 
 class Compiler:
@@ -48,15 +43,23 @@ class Compiler:
     def __init__(self, device: Device, cudnn: bytes) -> None:
         self._device = device
         self._cudnn = cudnn
-        self._child: _Child | None = None
-        self._inherited: list[_Child] = []
+        self._child: Child | None = None
+        self._inherited: list[Child] = []
         self._closed = False
         self._guard = threading.Lock()
 
-    def build(self, signature: bytes, constraints: Constraints, variables: Mapping[str, str], candidate: Candidate | None = None) -> Built:
+    def build(
+        self,
+        signature: bytes,
+        constraints: Constraints,
+        variables: Mapping[str, str],
+        candidate: Candidate | None = None,
+        limit_s: float | None = None,
+    ) -> Built:
         """Builds a candidate, or the heuristic's first choice, of a signature under result-changing variables, those of its key.
 
-        Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails.
+        Raises cuDNN's own error where it has no plan, `CompilerError` where the child fails, `TimeoutError` where it takes
+        longer than `limit_s`; the child is killed then.
         """
         device = asdict(self._device if self._device.is_file else replace(self._device, ordinal=0))  # the only one that the child sees
         facts: dict[str, Any] = {"device": device, "constraints": asdict(constraints), "cudnn": self._cudnn.decode()}
@@ -67,10 +70,11 @@ class Compiler:
                 raise ClosedError("the cache was closed while this graph waited to be built")
             child = self._running(dict(variables))
             try:
-                answer, blob = child.ask(request, signature)
+                child.send(request, signature)
+                answer, blob = child.receive(limit_s)
             except (EOFError, BrokenPipeError) as error:
                 raise CompilerError(self._obituary()) from error
-            except BaseException:  # interrupted: the answer would be taken for the next request's
+            except BaseException:  # interrupted, or too late: the answer would be taken for the next request's
                 self._stop(kill=True)
                 raise
             said = json.loads(answer)
@@ -79,21 +83,19 @@ class Compiler:
                 raise CompilerError("the process that builds without a GPU answered another request; it was ended, ask again")
         return _built_or_raise(said, blob)
 
-    def _running(self, variables: dict[str, str]) -> _Child:
+    def _running(self, variables: dict[str, str]) -> Child:
         if self._child is not None and self._child.owner != os.getpid():
             self._inherited.append(self._child)  # the parent's of a fork: its pipes are not to be used or closed here
             self._child = None
         if self._child is not None and (self._child.process.poll() is not None or self._child.variables != variables):
             self._stop()
         if self._child is None:
-            self._child = _Child(variables, visible_devices(self._device.ordinal))
+            self._child = Child("plancache.compiler", variables, visible_devices(self._device.ordinal))
         return self._child
 
     def _obituary(self) -> str:
-        child = self._child
-        self._stop()
-        code = child.process.returncode if child else None
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        child, self._child = self._child, None
+        how = child.how_it_ended() if child else "is gone"
         return f"the process that builds without a GPU {how}; its last words are on stderr. Other graphs are not affected"
 
     def _stop(self, *, kill: bool = False) -> None:
@@ -118,78 +120,6 @@ class Compiler:
             self._stop()
 
 
-def visible_devices(ordinal: int | None) -> str:
-    """What CUDA_VISIBLE_DEVICES must be for a child that sees one device of this process only, or none."""
-    if ordinal is None:
-        return ""
-    own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return str(ordinal) if own is None else own.split(",")[ordinal]
-
-
-class _Child:
-    """A child process, its own two pipes (what libraries print goes elsewhere), and the folder that it may write in."""
-
-    def __init__(self, variables: dict[str, str], visible: str) -> None:
-        self.variables = variables
-        self.owner = os.getpid()
-        ambient = result_changing_variables()
-        others = {name: value for name, value in os.environ.items() if name not in ambient}
-        environment = {**others, **variables, "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with ExitStack() as undo:
-            try:
-                self.folder = tempfile.mkdtemp(prefix="plancache-")
-                self.clean = finalize(self, _remove, self.folder, os.getpid())
-                undo.callback(self.clean)
-                requests, answers = _pipe(undo), _pipe(undo)
-                command = [sys.executable, "-P", "-m", "plancache.compiler", str(requests[0]), str(answers[1]), self.folder]
-                self.process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(requests[0], answers[1])
-                )
-            except (OSError, TypeError, ValueError) as error:
-                raise CompilerError(f"cannot start Python ({sys.executable!r}) to build without a GPU: {error}") from error
-            undo.pop_all()
-        os.close(requests[0])
-        os.close(answers[1])
-        self._pipes: tuple[IO[bytes], IO[bytes]] = (os.fdopen(requests[1], "wb"), os.fdopen(answers[0], "rb"))
-
-    def ask(self, request: bytes, signature: bytes) -> tuple[bytes, bytes]:
-        _send(self._pipes[0], request, signature)
-        return _receive(self._pipes[1])
-
-    def stop(self, kill: bool) -> None:
-        """Ends the process: at once where asked, else by closing its pipe, and by force where that does not do."""
-        if self.owner != os.getpid():
-            return
-        if kill:
-            self.process.kill()
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.close()
-        try:
-            self.process.wait(_LAST_WORDS_S)
-        except subprocess.TimeoutExpired:  # a forked worker of the program holds the pipe open too
-            self.process.kill()
-            self.process.wait()
-        self.clean()
-
-
-def _pipe(undo: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are none of the standard streams, which a child starts with anew."""
-    ends = []
-    for end in os.pipe():
-        if end < 3:
-            end, low = fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3), end
-            os.close(low)
-        undo.callback(os.close, end)
-        ends.append(end)
-    return ends[0], ends[1]
-
-
-def _remove(folder: str, process: int) -> None:
-    if process == os.getpid():  # not a forked worker's to remove
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _built_or_raise(answer: dict[str, Any], blob: bytes) -> Built:
     if "facts" in answer:
         facts, _ = decode_facts(answer["facts"].encode())
@@ -203,32 +133,35 @@ def _built_or_raise(answer: dict[str, Any], blob: bytes) -> Built:
 # ---- the child ------------------------------------------------------------------------------------------------------
 
 
-def serve(requests: IO[bytes], answers: IO[bytes], folder: str) -> None:
+def serve(requests: IO[bytes], answers: IO[bytes], lifeline: int, folder: str) -> None:
     """Answers requests until there are none."""
     backends: dict[str, Any] = {}
     while True:
         try:
-            request, signature = _receive(requests)
+            request, signature = receive(requests)
         except EOFError:
             return
         try:
-            answer, blob = _answer(json.loads(request), signature, backends, folder)
+            answer, blob = _answer(json.loads(request), signature, backends, lifeline, folder)
         except PlancacheError as error:
             answer, blob = {"error": "compiler", "message": str(error)}, b""
         except Exception as error:  # whatever cuDNN raises is this graph's answer, and the next one's turn comes
             unsupported = isinstance(error, load_frontend().cudnnGraphNotSupportedError)
             message = str(error) if unsupported else f"{type(error).__name__}: {error}"
             answer, blob = {"error": "unsupported" if unsupported else "compiler", "message": message}, b""
-        _send(answers, json.dumps({**answer, "of": _digest(request, signature)}).encode(), blob)
+        send(answers, json.dumps({**answer, "of": _digest(request, signature)}).encode(), blob)
 
 
-def _answer(request: dict[str, Any], signature: bytes, backends: dict[str, Any], folder: str) -> tuple[dict[str, Any], bytes]:
+def _answer(
+    request: dict[str, Any], signature: bytes, backends: dict[str, Any], lifeline: int, folder: str
+) -> tuple[dict[str, Any], bytes]:
     device = Device(**request["device"])
     backend = backends.get(device.properties_json)
     if backend is None:
         if device.is_file:
             provide_driver(device.driver_version, folder)
         else:
+            end_with_parent(lifeline)  # one that tunes may be killed at any time; it leaves no builder behind that hangs
             # candidates of the backend only are built here; planning norms imports torch for engines of the frontend's own,
             # which takes seconds in each child
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None bars an import
@@ -287,27 +220,10 @@ def _digest(request: bytes, signature: bytes) -> str:
     return hashlib.sha256(request + b"\0" + signature).hexdigest()
 
 
-def _send(pipe: IO[bytes], header: bytes, body: bytes) -> None:
-    pipe.write(_SIZES.pack(len(header), len(body)) + header + body)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> tuple[bytes, bytes]:
-    sizes = _SIZES.unpack(_exactly(pipe, _SIZES.size))
-    return _exactly(pipe, sizes[0]), _exactly(pipe, sizes[1])
-
-
-def _exactly(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-def _main(requests: str, answers: str, folder: str) -> NoReturn:
+def _main(requests: str, answers: str, lifeline: str, folder: str) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the program's to answer
-    with suppress(BrokenPipeError), os.fdopen(int(requests), "rb") as asked, os.fdopen(int(answers), "wb") as answered:
-        serve(asked, answered, folder)
+    with suppress(BrokenPipeError), os.fdopen(int(requests), "rb", 0) as asked, os.fdopen(int(answers), "wb", 0) as answered:
+        serve(asked, answered, int(lifeline), folder)
     shutil.rmtree(folder, ignore_errors=True)  # for a program that was killed
     os._exit(0)  # cuDNN's own exit handlers have nothing to release here, and can crash beside the stub
 

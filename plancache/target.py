@@ -61,11 +61,14 @@ class Targets:
         self._inherited: list[DeviceTarget] = []
         self._guard = threading.Lock()
 
-    def current(self) -> DeviceTarget:
-        """What plans for the device that was named, or is current in this thread. Raises `DeviceError`, `LibraryError`."""
+    def current(self, ordinal: int | None = None) -> DeviceTarget:
+        """What plans for the device that was named, or this one, or the one that is current in this thread.
+
+        Raises `DeviceError`, `LibraryError`.
+        """
         if self._device is not None:
             return self._of(self._device)
-        ordinal = current_ordinal()
+        ordinal = current_ordinal() if ordinal is None else ordinal
         return self._targets.get(ordinal) or self._of(Device.current(ordinal))
 
     def _of(self, device: Device) -> DeviceTarget:

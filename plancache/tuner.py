@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from plancache import __version__
-from plancache.autotune import Outcome, Race, Tuning
-from plancache.building import denial, denials_of
+from plancache.autotune import Race, Tuning
+from plancache.building import denial, made
 from plancache.capture import quietly
 from plancache.conditions import conditions, is_quiet
 from plancache.description import decode
-from plancache.entry import Built, Candidate, Entry, unpack, usable
-from plancache.errors import CorruptEntryError, OperandError, ProofError, StoreError
-from plancache.key import Constraints, Place, PlanKey
+from plancache.entry import Candidate, Entry, unpack, usable
+from plancache.errors import CorruptEntryError, ProofError, StoreError
+from plancache.jobs import HUNG, Job, Recipe, Tuned, hung, recipes
+from plancache.jury import Outcome
+from plancache.key import PlanKey
 from plancache.singleflight import SingleFlight
+from plancache.store.levels import STRIKES
 from plancache.workbench import Workbench, release
 
 if TYPE_CHECKING:
-    from plancache.signature import Reading
+    from plancache.store.database import Verdict
     from plancache.store.levels import Levels
     from plancache.target import DeviceTarget
 
@@ -38,49 +39,33 @@ _FEW = 2
 _log = logging.getLogger("plancache.tuner")
 
 
-class Job(NamedTuple):
-    """A plan to tune: its key, the untuned entry where there is one, and the caller's inputs by canonical uid."""
+class Isolation(NamedTuple):
+    """What a child process that tunes for another one is given.
 
-    key: PlanKey
-    entry: Entry | None
-    constraints: Constraints
-    inputs: Mapping[int, Any]
-
-
-class Tuned(NamedTuple):
-    """What became of one. `entry`: the tuned one, or None where `reason` says why there is none.
-
-    `error`: where it failed, by which tuning this one plan ended. `elsewhere`: another process tunes it, or has.
+    `on_risk`: entered for each step that it may not outlive, with the step's name, the plan's key, and the candidates by the
+    digest that `building.denial` makes. `fallen`: those that ended an earlier child, with the reason. `own_processes`: on
+    this GPU, which are no disturbance.
     """
 
-    key: PlanKey
-    before: Entry | None
-    entry: Entry | None
-    seconds: float
-    reason: str = ""
-    error: Exception | None = None
-    elsewhere: bool = False
+    on_risk: Callable[[str, PlanKey, Mapping[bytes, str]], AbstractContextManager[None]]
+    fallen: Mapping[bytes, str]
+    own_processes: int
 
-    @property
-    def summary(self) -> str:
-        """The graph in one line."""
-        return decode(self.key.components["signature"]).summary
 
-    @property
-    def gain(self) -> float | None:
-        """How many times faster than the heuristic's first plan, both timed side by side."""
-        if self.entry is None or self.before is None:
-            return None
-        times = {trial.name: trial.time_us for trial in self.entry.trials}
-        first, won = times.get(self.before.recipe.name), times.get(self.entry.recipe.name)
-        return first / won if first and won else None
+class _Start(NamedTuple):
+    """A graph that is being built for. `replayed`: what won in an earlier environment, tried alone with `only` these beside it."""
+
+    job: Job
+    bench: Workbench
+    recipes: list[Recipe]
+    replayed: str | None
+    only: frozenset[str] | None
 
 
 class _Work(NamedTuple):
     """A graph between the first look and the decision."""
 
-    job: Job
-    bench: Workbench
+    start: _Start
     race: Race
     heuristic: Entry | None
     seconds: float
@@ -90,7 +75,7 @@ class Tuner:
     """Tunes plans for one device, with children that compile ahead.
 
     `refresh`: tuned ones too. `on_fault`: told what the cache could not do. `on_step`: called twice for each plan: when it was
-    looked at, and when it was decided.
+    looked at, and when it was decided. `isolation`: where this process is a child that may end.
     """
 
     def __init__(
@@ -103,6 +88,7 @@ class Tuner:
         refresh: bool = False,
         on_fault: Callable[[str, StoreError], None],
         on_step: Callable[[], object] = lambda: None,
+        isolation: Isolation | None = None,
     ) -> None:
         self._levels = levels
         self._target = target
@@ -111,7 +97,11 @@ class Tuner:
         self._refresh = refresh
         self._on_fault = on_fault
         self._on_step = on_step
+        self._isolation = isolation
+        self._denied: dict[bytes, str] = {}
+        self._struck: dict[bytes, Verdict] = {}
         self._builders = target.builders(variables, tuning.jobs)
+        self._builders.limit_s = tuning.candidate_limit_s
         folder = levels.lock_folder()
         # a lock of its own: a tuning takes longer than any build, and only those who wait for it are to wait
         self._flight = SingleFlight(
@@ -126,6 +116,7 @@ class Tuner:
         Those that another process tunes at the moment come last, when no lock is held. What one fails of is told of it, and
         the others go on.
         """
+        self._denied, self._struck = self._levels.denials(), self._levels.struck()  # once: each reads all that is known
         until = math.inf if self._tuning.total_budget_s is None else time.monotonic() + self._tuning.total_budget_s
         taken: list[Job] = []
         waiting = iter(jobs)
@@ -153,71 +144,118 @@ class Tuner:
             else:
                 yield self._done(Tuned(job.key, job.entry, found, 0.0, "another process tuned it", elsewhere=True), steps=2)
         screened = []
-        for job, bench in self._as_ready(untuned):
+        for job, start in self._as_ready(untuned):
             if time.monotonic() >= until:
                 yield self._done(Tuned(job.key, job.entry, None, 0.0, "the budget for all graphs was spent"), steps=2)
                 continue
-            work = bench if isinstance(bench, Tuned) else _or_failed(job, partial(self._screened, job, bench))
+            work = start if isinstance(start, Tuned) else _or_failed(job, partial(self._screened, start))
             if isinstance(work, Tuned):
                 yield self._done(work, steps=2)
             else:
                 screened.append(work)
                 self._on_step()
         for work in screened:
-            yield self._done(_or_failed(work.job, partial(self._decided, work)))
+            yield self._done(_or_failed(work.start.job, partial(self._decided, work)))
 
     def _done(self, tuned: Tuned, steps: int = 1) -> Tuned:
         for _ in range(steps):
             self._on_step()
         return tuned
 
-    def _as_ready(self, jobs: list[Job]) -> Iterator[tuple[Job, Workbench | Tuned]]:
+    def _as_ready(self, jobs: list[Job]) -> Iterator[tuple[Job, _Start | Tuned]]:
         """Jobs with their benches, those whose candidates are built first."""
-        ahead: list[tuple[Job, Workbench]] = []
+        known = self._recipes(jobs)
+        ahead: list[_Start] = []
         for job in jobs:
-            bench = _or_failed(job, partial(self._bench, job))
-            if isinstance(bench, Tuned):
-                yield job, bench
+            start = _or_failed(job, partial(self._start, job, known.get(job.key, [])))
+            if isinstance(start, Tuned):
+                yield job, start
             else:
-                ahead.append((job, bench))
-        for _, bench in sorted(ahead, key=lambda pair: -pair[1].compiling()):
-            bench.start_compiling()  # the longest first, or one is waited for at the end
+                ahead.append(start)
+        for start in sorted(ahead, key=lambda start: -start.bench.compiling(self._wanted(start))):
+            start.bench.start_compiling(self._wanted(start))  # the longest first, or one is waited for at the end
         while ahead:
-            yield ahead.pop(next((at for at, (_, bench) in enumerate(ahead) if bench.ready()), 0))
+            start = ahead.pop(next((at for at, start in enumerate(ahead) if start.bench.ready()), 0))
+            yield start.job, start
 
-    def _bench(self, job: Job) -> Workbench:
+    def _start(self, job: Job, known: list[Recipe]) -> _Start:
         signature = job.key.components["signature"]
-        bench = Workbench(self._target.backend, self._builders, signature, job.constraints, self._tuning, job.inputs, self._barred(job))
-        if bench.compiling() <= _FEW:
-            bench.start_compiling()  # at once: its turn comes first
-        return bench
+        bench = Workbench(self._target.backend, self._builders, signature, job.constraints, self._tuning, job.inputs)
+        with self._at_risk("plan", job, []):
+            options = bench.options()
+        allowed = [option.candidate for option in options if self._barred(job, option.candidate) is None]
+        start = _Start(job, bench, known, *self._replay(known, allowed))
+        if bench.compiling(self._wanted(start)) <= _FEW:
+            bench.start_compiling(self._wanted(start))  # at once: its turn comes first
+        return start
 
-    def _screened(self, job: Job, bench: Workbench) -> _Work:
+    def _replay(self, known: list[Recipe], allowed: list[Candidate]) -> tuple[str | None, frozenset[str] | None]:
+        """What won before an upgrade, where that is known and is among the candidates, and those that are tried then: that
+        one and the heuristic's first choice; where they are the same, one more to compare it with."""
+        name = next((recipe.name for recipe in known if recipe.tuned and recipe.upgraded), None)
+        mine = next((candidate for candidate in allowed if candidate.name == name), None)
+        if mine is None or self._refresh or not self._tuning.replay:
+            return None, None
+        others = [candidate for candidate in allowed if candidate is not mine]
+        if mine is allowed[0]:
+            others.sort(key=lambda candidate: candidate.engine == mine.engine)
+        return mine.name, frozenset(candidate.name for candidate in (mine, *others[:1]))
+
+    def _wanted(self, start: _Start) -> Callable[[Candidate], bool]:
+        """Whether a candidate takes part."""
+        return lambda one: (start.only is None or one.name in start.only) and self._barred(start.job, one) is None
+
+    def _screened(self, start: _Start) -> _Work:
         """What is left of a graph's candidates after a first look; the heuristic's plan is stored by then."""
         started = time.monotonic()
-        heuristic = job.entry or self._heuristic(job, bench)
-        race = Race(
-            bench,
-            self._tuning,
-            denied=self._barred(job),
-            first=self._recipes(job.key),
-            watch=lambda candidate: self._levels.mark(denial(job.key, self._target, candidate), "load"),
-        )
-        race.screen()
+        heuristic = start.job.entry or self._heuristic(start)
+        race = self._race(start)
         with quietly():
             race.set_aside()
-            bench.set_aside()
-        return _Work(job, bench, race, heuristic, time.monotonic() - started)
+            start.bench.set_aside()
+        return _Work(start, race, heuristic, time.monotonic() - started)
+
+    def _race(self, start: _Start) -> Race:
+        job = start.job
+        race = Race(
+            start.bench,
+            self._tuning,
+            denied=partial(self._barred, job),
+            first=[recipe.name for recipe in start.recipes],
+            only=start.only,
+            watch=lambda step, candidates: self._at_risk(step, job, candidates),
+            singly=self._isolation is not None,
+        )
+        for one in race.contestants:
+            if self._isolation and denial(job.key, self._target, one.candidate) in self._isolation.fallen:
+                one.result = "failed"
+        race.screen()
+        return race
+
+    @contextmanager
+    def _at_risk(self, step: str, job: Job, candidates: Sequence[Candidate]) -> Iterator[None]:
+        """While something is done that this process may not outlive. Of several nobody could tell which one it was."""
+        digests = {denial(job.key, self._target, candidate): candidate.name for candidate in candidates}
+        with ExitStack() as stack:
+            if len(digests) == 1:
+                stack.enter_context(self._levels.mark(next(iter(digests)), "build" if step == "build" else "load"))
+            if self._isolation is not None:
+                stack.enter_context(self._isolation.on_risk(step, job.key, digests))
+            yield
 
     def _decided(self, work: _Work) -> Tuned:
         """The winner, proven and stored."""
-        job, started = work.job, time.monotonic() - work.seconds
+        start, started = work.start, time.monotonic() - work.seconds
+        job = start.job
         before = self._conditions()
-        outcome = work.race.decide()
+        outcome = self._outcome(start, work.race)
+        if start.only is not None and not _stands(start.replayed, outcome):
+            _log.info("%s is not what it was for %s: all candidates are tried", start.replayed, job.key.hex[:16])
+            whole = start._replace(only=None)
+            whole.bench.start_compiling(self._wanted(whole))
+            outcome = self._outcome(whole, self._race(whole))
         after = self._conditions()
-        self._deny(job, outcome)
-        release(outcome.contestants, self._target.backend)
-        work.bench.set_aside()
+        start.bench.set_aside()
         if outcome.winner is None:
             reason = self._without_winner(outcome, job, work.heuristic)
             return Tuned(job.key, work.heuristic, None, time.monotonic() - started, reason)
@@ -225,20 +263,29 @@ class Tuner:
         self._keep(entry, replace_equal=True)
         return Tuned(job.key, work.heuristic, entry, time.monotonic() - started)
 
-    def _heuristic(self, job: Job, bench: Workbench) -> Entry | None:
+    def _outcome(self, start: _Start, race: Race) -> Outcome:
+        outcome = race.decide()
+        self._condemn(start.job, outcome)
+        release(outcome.contestants, self._target.backend)
+        return outcome
+
+    def _heuristic(self, start: _Start) -> Entry | None:
         """The heuristic's first plan, stored at once so that others can go on with it; None where none can be built."""
-        barred = self._barred(job)
+        job, bench = start.job, start.bench
         for option in bench.options():
-            if barred(option.candidate):
+            candidate = option.candidate
+            if self._barred(job, candidate):
                 continue
             try:
-                with self._levels.mark(denial(job.key, self._target, option.candidate), "load"):
-                    built = bench.start(option).result()
+                with self._at_risk("build", job, [candidate]):
+                    future = bench.start(option)
+                built = future.result()
+                with self._at_risk("load", job, [candidate]):
                     bench.load(built)
             except Exception as error:  # the next one is the heuristic's choice then
-                _log.debug("%s: %s", option.candidate.name, error)
+                _log.debug("%s: %s", candidate.name, error)
                 continue
-            entry = self._made(job, built, quality="heuristic")
+            entry = made(built, job.key, self._target, quality="heuristic")
             self._keep(entry, replace_equal=False)
             return entry
         return None
@@ -252,24 +299,22 @@ class Tuner:
             self._on_fault("write", error)
 
     def _conditions(self) -> dict[str, Any]:
-        return conditions(self._target.device.ordinal, own_processes=1 + self._builders.count)
+        own = 1 if self._isolation is None else self._isolation.own_processes
+        return conditions(self._target.device.ordinal, own_processes=own + self._builders.count)
 
     def _entry(self, job: Job, outcome: Outcome, before: dict[str, Any], after: dict[str, Any]) -> Entry:
         assert outcome.winner is not None
         assert outcome.winner.built is not None
-        return self._made(
-            job,
+        return made(
             outcome.winner.built,
+            job.key,
+            self._target,
             quality="tuned",
             proof=outcome.proof,
             tolerance=outcome.tolerance,
             trials=outcome.trials(),
             conditions={"measure": self._tuning.measure, "before": before, "after": after, "quiet": is_quiet(before, after)},
         )
-
-    def _made(self, job: Job, built: Built, **more: Any) -> Entry:
-        provenance = {"plancache": __version__, "cudnn": self._target.backend.libraries.cudnn_version}
-        return Entry.of(built, key=job.key, created_at=time.time(), provenance=provenance, **more)
 
     def _stored_tuned(self, key: PlanKey) -> Entry | None:
         for found in self._levels.rows(key.digest):
@@ -286,46 +331,55 @@ class Tuner:
         wrong = outcome.heuristic if outcome.heuristic_is_wrong else None
         name, reason = (wrong.candidate.name, wrong.reason) if wrong is not None else ("", "")
         if wrong is None and heuristic is not None:
-            name, reason = heuristic.engine, denials_of(self._levels, job.key, self._target)(heuristic.recipe) or ""
+            name, reason = heuristic.engine, self._denied.get(denial(job.key, self._target, heuristic.recipe), "")
         if reason:
             self._levels.forget(job.key.digest, reason)
             raise ProofError(job.key.hex, f"the heuristic's plan {name}: {reason}")
         failed = [one for one in outcome.contestants if one.reason]
         return f"no candidate was proven; the heuristic's plan stays ({failed[-1].reason if failed else 'there is no other'})"
 
-    # ---- what was learned before
+    # ---- what is known of candidates
 
-    def _recipes(self, key: PlanKey) -> list[str]:
-        """Names of what was chosen for the same graph in other environments, tuned ones first."""
-        signature, found = key.components["signature"], []
-        for listed in self._levels.listing():
-            if listed.key != key.digest and signature in listed.preimage[: len(signature) + 8]:
-                facts = json.loads(listed.facts)
-                found.append((facts.get("quality") != "tuned", facts["recipe"][0]))
-        return [name for _, name in sorted(found)]
+    def _recipes(self, jobs: list[Job]) -> dict[PlanKey, list[Recipe]]:
+        try:
+            return recipes(self._levels, [job.key for job in jobs])
+        except StoreError as error:
+            _log.debug("no recipes: %s", error)
+            return {}
 
-    def _barred(self, job: Job) -> Callable[[Candidate], str | None]:
-        """Says why a candidate is not to be tried: shown wrong, or processes ended in it."""
-        denied, struck = denials_of(self._levels, job.key, self._target), self._levels.struck()
+    def _barred(self, job: Job, candidate: Candidate) -> str | None:
+        """Why a candidate is not to be tried: shown wrong, or processes ended in it. None where it is."""
+        fallen = self._isolation.fallen if self._isolation is not None else {}
+        if not (self._denied or self._struck or fallen):  # as nearly always, and then no digest is made
+            return None
+        digest = denial(job.key, self._target, candidate)
+        found = fallen.get(digest) or self._denied.get(digest)
+        verdict = self._struck.get(digest)
+        if found is None and verdict is not None:
+            ended = f"{verdict.count} processes ended while they built or ran it"
+            what = verdict.reason if verdict.reason.startswith(HUNG) else ended
+            found = f"{what}; to try once more: plancache rm --verdicts {digest.hex()[:16]}"
+        return found
 
-        def reason(candidate: Candidate) -> str | None:
-            found = denied(candidate)
-            if found is None and struck:
-                verdict = struck.get(denial(job.key, self._target, candidate))
-                found = verdict and (
-                    f"{verdict.count} processes ended while they built or ran it; "
-                    f"to try once more: plancache rm --verdicts {verdict.key.hex()[:16]}"
-                )
-            return found
-
-        return reason
-
-    def _deny(self, job: Job, outcome: Outcome) -> None:
+    def _condemn(self, job: Job, outcome: Outcome) -> None:
+        """Records what was shown wrong, and what hung in a child that compiled it."""
+        summary = decode(job.key.components["signature"]).summary if outcome.wrong else ""
         for one in outcome.wrong:
-            summary = decode(job.key.components["signature"]).summary
+            digest, reason = denial(job.key, self._target, one.candidate), f"{one.candidate.name}, {summary}: {one.reason}"
             _log.warning("%s is denied for graphs like %s: %s", one.candidate.name, summary, one.reason)
-            reason = f"{one.candidate.name}, {summary}: {one.reason}"
-            self._levels.record("denied", denial(job.key, self._target, one.candidate), reason)
+            self._denied[digest] = reason
+            self._levels.record("denied", digest, reason)
+        for one in outcome.contestants:
+            if one.hung:
+                one.reason = hung("build", self._tuning.candidate_limit_s)
+                self._levels.record("struck", denial(job.key, self._target, one.candidate), one.reason, count=STRIKES)
+
+
+def _stands(replayed: str | None, outcome: Outcome) -> bool:
+    """Whether what was replayed is right, and not slower than the heuristic's first choice."""
+    return outcome.winner is not None and any(
+        one.candidate.name == replayed and one.result in ("won", "tied") for one in outcome.contestants
+    )
 
 
 T = TypeVar("T")
@@ -339,36 +393,3 @@ def _or_failed(job: Job, step: Callable[[], T]) -> T | Tuned:
     except Exception as error:  # one graph's, whatever it is; the others go on
         _log.debug("tuning %s failed", job.key.hex[:16], exc_info=True)
         return Tuned(job.key, job.entry, None, time.monotonic() - started, str(error) or type(error).__name__, error)
-
-
-def by_uid(reading: Reading, inputs: Mapping[Any, Any]) -> dict[int, Any]:
-    """A caller's inputs, given by tensor, uid or name, by canonical uid. Raises `OperandError` for one that is not the graph's."""
-    known: dict[Any, int] = {}
-    for number, tensor in enumerate(reading.tensors, 1):
-        known[tensor] = known[tensor.uid] = known[tensor.name] = number
-    strangers = [name for name in inputs if name not in known]
-    if strangers:
-        raise OperandError(f"inputs: {strangers[0]!r} is no tensor of this graph; give buffers by tensor, uid or name")
-    return {known[name]: buffer for name, buffer in inputs.items()}
-
-
-def stored_entries(levels: Levels, target: DeviceTarget, variables: Mapping[str, str], *, refresh: bool) -> Iterator[Entry]:
-    """The stored plans that may run here, untuned ones only unless all are to be done again."""
-    for digest in dict.fromkeys(listed.key for listed in levels.listing()):
-        found = next(levels.rows(digest), None)
-        try:
-            entry = None if found is None else unpack(found.row)
-        except CorruptEntryError:
-            continue
-        if entry is not None and (refresh or entry.quality != "tuned") and is_of(entry, target, variables):
-            yield entry
-
-
-def is_of(entry: Entry, target: DeviceTarget, variables: Mapping[str, str]) -> bool:
-    """Whether an entry is for this device and environment, and may run here."""
-    same = Place(*entry.key.preimages[1:6]) == target.place and json.loads(entry.key.components["variables"]) == dict(variables)
-    return same and usable(entry, target.backend.here) is None
-
-
-def job_of(entry: Entry) -> Job:
-    return Job(entry.key, entry, Constraints(**json.loads(entry.key.components["constraints"])), {})

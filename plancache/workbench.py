@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from plancache.autotune import Tuning
 from plancache.backend import CudnnBackend, Option, Planned
 from plancache.capture import quietly
 from plancache.entry import Built, Candidate
@@ -19,6 +18,7 @@ from plancache.key import Constraints
 from plancache.proof import tolerance
 
 if TYPE_CHECKING:
+    from plancache.autotune import Tuning
     from plancache.compiler import Compiler
     from plancache.description import Description
     from plancache.environment import Device
@@ -32,7 +32,7 @@ class Builders:
     """Child processes that compile candidates for a device, side by side; made when they are first needed."""
 
     def __init__(self, device: Device, cudnn: bytes, variables: Mapping[str, str], jobs: int | None) -> None:
-        """`cudnn`: which one the keys name, as `Place.cudnn` says it."""
+        """`cudnn`: which one the keys name, as `Place.cudnn` says it. A child that builds one for `limit_s` is killed."""
         cores = len(os.sched_getaffinity(0))
         self.jobs = min(_MOST_JOBS, max(1, cores - 2)) if jobs is None else jobs
         self._device = device
@@ -42,6 +42,7 @@ class Builders:
         self._compilers: list[Compiler] = []
         self._pool: ThreadPoolExecutor | None = None
         self._guard = threading.Lock()
+        self.limit_s: float | None = None
         self.flush: Any = None  # what is written over between runs: one for all graphs of a tuning
 
     def start(self, signature: bytes, constraints: Constraints, option: Option, planned: Planned) -> Future[Built]:
@@ -63,7 +64,7 @@ class Builders:
         return len(self._compilers)
 
     def _in_child(self, signature: bytes, constraints: Constraints, option: Option) -> Built:
-        return self._compiler().build(signature, constraints, self._variables, option.candidate)
+        return self._compiler().build(signature, constraints, self._variables, option.candidate, self.limit_s)
 
     def _compiler(self) -> Compiler:
         """This thread's child process."""
@@ -96,10 +97,7 @@ class Runnable:
 
 
 class Workbench:
-    """Implements `autotune.Bench`. `inputs`: by canonical uid; what is missing is synthesized. Outputs are the bench's own.
-
-    `barred`: whether a candidate is not worth compiling ahead, since it is not tried.
-    """
+    """Implements `jury.Bench`. `inputs`: by canonical uid; what is missing is synthesized. Outputs are the bench's own."""
 
     def __init__(
         self,
@@ -109,7 +107,6 @@ class Workbench:
         constraints: Constraints,
         tuning: Tuning,
         inputs: Mapping[int, Any],
-        barred: Callable[[Candidate], object] = lambda _: None,
     ) -> None:
         from plancache.description import decode
 
@@ -119,7 +116,6 @@ class Workbench:
         self._constraints = constraints
         self._tuning = tuning
         self._given = inputs
-        self._barred = barred
         self._description: Description = decode(signature)
         self._torch = torch_in_use()
         self._buffers: dict[int, Any] = {}
@@ -137,17 +133,17 @@ class Workbench:
             self._planned, self._options = self._backend.options(self._signature, self._constraints, self._tuning.modes)
         return self._options
 
-    def compiling(self) -> int:
-        """How many candidates are compiled, in seconds each, rather than taken from what cuDNN ships."""
-        return len(self._to_compile())
+    def compiling(self, wanted: Callable[[Candidate], bool]) -> int:
+        """How many of the wanted candidates are compiled, in seconds each, rather than taken from what cuDNN ships."""
+        return len(self._to_compile(wanted))
 
-    def _to_compile(self) -> list[Option]:
-        return [option for option in self.options() if option.runtime_compiled and not self._barred(option.candidate)]
+    def _to_compile(self, wanted: Callable[[Candidate], bool]) -> list[Option]:
+        return [option for option in self.options() if option.runtime_compiled and wanted(option.candidate)]
 
-    def start_compiling(self) -> None:
+    def start_compiling(self, wanted: Callable[[Candidate], bool]) -> None:
         """Begins to build those that compile, where children do, so that they are there when this graph's turn comes."""
         if self._builders.jobs:
-            for option in self._to_compile():
+            for option in self._to_compile(wanted):
                 self.start(option)
 
     def ready(self) -> bool:

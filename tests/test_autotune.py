@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from samples import make_entry
 
-from plancache.autotune import POISONS, Outcome, Tuning, tune
+from plancache.autotune import Tuning, tune
 from plancache.backend import Option
 from plancache.entry import Built, Candidate
 from plancache.errors import SettingsError
+from plancache.jury import POISONS, Outcome
 
 torch = pytest.importorskip("torch")
 
@@ -31,7 +33,7 @@ class Fake:
         workspace: int = 0,
         output: Any = "right",
         deterministic: bool = True,
-        builds: bool = True,
+        builds: bool | Exception = True,
         noise: float = 0.002,
     ) -> None:
         self.name, self.time_us, self.workspace, self.output = name, time_us, workspace, output
@@ -59,7 +61,9 @@ class FakeBench:
         self.started.append(option.candidate.name)
         future: Future[Built] = Future()
         fake = self.fakes[option.candidate.name]
-        if fake.builds:
+        if isinstance(fake.builds, Exception):
+            future.set_exception(fake.builds)
+        elif fake.builds:
             future.set_result(make_entry(recipe=option.candidate, workspace_size=fake.workspace))
         else:
             future.set_exception(RuntimeError("CUDNN_STATUS_NOT_SUPPORTED"))
@@ -190,6 +194,43 @@ def test_denied_candidates_are_not_tried_and_known_winners_come_first() -> None:
     ]
 
 
+def test_those_that_are_left_out_are_not_built() -> None:
+    """Where only some take part; the others say so, and do not count as failed."""
+    bench = FakeBench(Fake("eng0", 50), Fake("eng1", 20), Fake("eng2", 10))
+    outcome = tune(bench, Tuning(), only={"eng0", "eng1"})
+    assert bench.started == ["eng0", "eng1"] and winner(outcome) == "eng1"
+    assert [(trial.name, trial.result) for trial in outcome.trials() if "left out" in trial.reason] == [("eng2", "skipped")]
+
+
+def test_each_step_is_watched_and_singly_each_run() -> None:
+    """Whoever watches knows at any time which candidate runs; otherwise only the race is of several at once."""
+    for singly in (False, True):
+        steps: list[tuple[str, int]] = []
+        under_way: list[str] = []
+
+        @contextmanager
+        def watch(
+            step: str, candidates: Sequence[Candidate], steps: list[tuple[str, int]] = steps, under_way: list[str] = under_way
+        ) -> Iterator[None]:
+            steps.append((step, len(candidates)))
+            under_way[:] = [candidate.name for candidate in candidates]
+            yield
+            under_way.clear()
+
+        class Watched(FakeBench):
+            def time_us(self, runnables: Sequence[Fake], runs: int, under_way: list[str] = under_way) -> list[list[float]]:
+                assert under_way == [fake.name for fake in runnables]
+                return super().time_us(runnables, runs)
+
+            def outputs(self, runnable: Fake, poison: int, under_way: list[str] = under_way) -> Mapping[int, Any]:
+                assert under_way == [runnable.name]
+                return super().outputs(runnable, poison)
+
+        assert winner(tune(Watched(Fake("eng0", 20.1), Fake("eng1", 20, workspace=1)), Tuning(), watch=watch, singly=singly)) == "eng0"
+        assert {step for step, _ in steps} == {"build", "load", "run", "race", "proof"}
+        assert {(step, count) for step, count in steps if count != 1} == (set() if singly else {("race", 2)})
+
+
 def test_the_best_so_far_is_kept_when_the_budget_is_spent() -> None:
     """Without a second left the first candidate that is there is proven and kept; the others were not tried."""
     bench = FakeBench(Fake("eng0", 50), Fake("eng1", 20))
@@ -211,7 +252,20 @@ def test_every_candidate_that_fails_leaves_nobody() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"budget_s": -1}, {"modes": ("C",)}, {"modes": ()}, {"measure": "both"}, {"tie_margin": "1"}, {"jobs": -1}, {"tolerance": 2}],
+    [
+        {"budget_s": -1},
+        {"budget_s": None},
+        {"modes": ("C",)},
+        {"modes": ()},
+        {"measure": "both"},
+        {"tie_margin": "1"},
+        {"jobs": -1},
+        {"tolerance": 2},
+        {"replay": 1},
+        {"isolate": "yes"},
+        {"candidate_limit_s": None},
+        {"candidate_limit_s": 0},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     """The message names the setting."""

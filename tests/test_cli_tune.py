@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from benches import FAKES, MadeUpBench, TunableGpu
 from faking import product
+from isolated_gpu import TARGET, script
 from test_autotune import Fake
 from test_cli_store import Result, Run, is_one_line
 
@@ -25,7 +26,7 @@ import plancache.target
 import plancache.tuner
 from plancache import PlanCache
 from plancache.cli import main, trials
-from plancache.cli.tune import _Progress
+from plancache.cli.progress import Progress
 from plancache.entry import Trial, unpack
 from plancache.environment import Device
 from plancache.settings import Settings
@@ -211,6 +212,24 @@ def test_tune_interrupted_tells_what_is_done(run: Run, plans: list[str], machine
     assert sorted(entry["quality"] for entry in listed(run)) == ["heuristic", "tuned"] and runs and plans
 
 
+def test_tune_in_isolation_goes_on_where_a_candidate_ends_the_process(
+    run: Run, plans: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The crash and the one that hangs end a child each; this command tells what won, and what is not tried again."""
+    import plancache.isolated
+
+    deeds = {"run_eng1_1": "kill", "load_eng2_1": "hang"}
+    for name, value in script(tmp_path, *FAKES, Fake("eng3", 40), **deeds).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(plancache.isolated, "TARGET", TARGET)
+    result = run("tune", plans[0], "--isolate", "--candidate-limit", "2")
+    assert result.code == 0 and re.search(r"eng0  +eng3 .* 1\.2\dx ", result.out)
+    candidates = {trial["name"]: trial["reason"] for trial in json.loads(run("show", plans[0], "--json").out)["trials"]}
+    assert "killed by signal 9" in candidates["eng1"] and "within 2 s" in candidates["eng2"]
+    (struck,) = [one for one in json.loads(run("ls", "--verdicts", "struck", "--json").out) if one["count"] > 1]
+    assert "hung" in struck["reason"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "cure"),
     [
@@ -218,6 +237,8 @@ def test_tune_interrupted_tells_what_is_done(run: Run, plans: list[str], machine
         (("--jobs", "-1"), "0 (compile in this one)"),
         (("--budget", "soon"), "90min"),
         (("--measure", "both"), "eager"),
+        (("--candidate-limit", "soon"), "90min"),
+        (("--candidate-limit", "0"), "from 1 to"),
     ],
 )
 def test_tune_wrongly_used_is_one_line_and_exits_with_2(run: Run, arguments: tuple[str, ...], cure: str) -> None:
@@ -248,7 +269,7 @@ def test_tune_without_a_gpu_is_the_usual_error(cache_dir: Path, arguments: tuple
 def test_progress_is_one_line_with_the_time_that_is_left() -> None:
     """Looked at and decided count a half each; the line goes when all is done."""
     now, said = [0.0], []
-    progress = _Progress(4, said.append, lambda: now[0])
+    progress = Progress(4, said.append, lambda: now[0], word="tuned", steps=2)
     for seconds in (10, 20):
         now[0] = seconds
         progress.step()

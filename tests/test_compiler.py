@@ -87,7 +87,7 @@ def test_an_answer_is_never_taken_for_another_requests(compiler, device, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("plancache.compiler._receive", interrupted)
+        patched.setattr("plancache.children.receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compiler.build(other, Constraints(), {})
     assert compiler.build(signature(device), Constraints(), {}).recipe == first.recipe
@@ -276,3 +276,57 @@ def test_a_candidate_that_the_constraints_bar_is_not_built(compiler, device):
         with pytest.raises((CompilerError, load_frontend().cudnnGraphNotSupportedError)):
             compiler.build(matmul_signature, barred, {}, compiled)
     assert compiler.build(matmul_signature, Constraints(deterministic=True), {}, compiled).recipe == compiled
+
+
+def test_a_build_that_takes_too_long_ends_its_child(compiler, device):
+    """The caller says how long: the child is killed, whatever it does, and the next build has a new one."""
+    compiler.build(signature(device), Constraints(), {})
+    child = compiler._child
+    os.kill(child.process.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        compiler.build(signature(device), Constraints(), {}, limit_s=0.2)
+    assert child.process.returncode == -signal.SIGKILL and not Path(child.folder).exists()
+    assert compiler.build(signature(device), Constraints(), {}, limit_s=600).blob
+
+
+OPTIONS = """
+import sys, cudnn
+from plancache.backend import CudnnBackend
+from plancache.compiler import provide_driver
+from plancache.environment import Device
+from plancache.key import MODES, Constraints
+from plancache.signature import read
+
+device = Device.from_file("h200")
+provide_driver(device.driver_version, sys.argv[1])
+backend = CudnnBackend(device)
+kinds = cudnn.data_type
+graph = cudnn.pygraph(io_data_type=kinds.HALF, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT)
+dim = [32, 64, 28, 28]
+stride = [64 * 28 * 28, 1, 64 * 28, 64]
+around = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+loss, weight = graph.tensor(dim, stride), graph.tensor([64, 64, 3, 3], [576, 1, 192, 64])
+image = graph.conv_dgrad(loss=loss, filter=weight, **around)
+image.set_dim(dim).set_stride(stride).set_output(True)
+signature = read(graph, device).signature
+_, options = backend.options(signature, Constraints(), MODES)
+barred = backend.planned(signature, Constraints(deterministic=True), MODES)
+for engine in {option.candidate.engine for option in options}:
+    option = next(option for option in options if option.candidate.engine == engine)
+    try:
+        barred.build(option.candidate)
+        allowed = True
+    except Exception as error:
+        assert "Deselecting" in str(error), error
+        allowed = False
+    print(engine, option.deterministic, allowed)
+"""
+
+
+def test_engines_whose_results_vary_are_told_from_the_others(tmp_path):
+    """On a real convolution's gradient, which has both: an engine is deterministic where cuDNN builds it with the others barred."""
+    done = subprocess.run([sys.executable, "-c", OPTIONS, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert {deterministic for _, deterministic, _ in told} == {"True", "False"}
+    assert all(deterministic == allowed for _, deterministic, allowed in told)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import plancache.tuner
 from plancache import PlanCache, Tuning
 from plancache.building import denial
 from plancache.cli import main
-from plancache.entry import Candidate, Entry
+from plancache.entry import Candidate, Entry, Quality, join_preimages
 from plancache.errors import CaptureError, DeniedError, NotExecutableError, PlancacheWarning, ProofError, StoreError
+from plancache.jobs import recipes
 from plancache.key import PlanKey
-from plancache.store.database import Database
+from plancache.store.database import Database, Listed
 from plancache.workbench import Builders, Workbench
 
 pytest.importorskip("cudnn")
@@ -141,21 +144,124 @@ def test_to_tune_names_what_tune_would_take(tmp_path: Path) -> None:
             cache.to_tune(elsewhere)
 
 
-def test_recipes_of_the_same_graph_in_another_environment_are_built_first(tmp_path: Path) -> None:
-    """What won under another driver is tried before the heuristics' order."""
-    cache, gpu = opened_to_tune(tmp_path, strict=True)
+# ---- what other environments learned
+
+UPGRADE = {"driver": b"1", "cudnn": b'{"version":1}', "frontend": b'"1.0.0"'}
+
+
+def learned(directory: Path, engine: str, *, changed: Mapping[str, bytes] = UPGRADE, quality: Quality = "tuned") -> None:
+    """Stores that an engine was chosen for `product()` in an environment that differs in these components of its key."""
+    cache, _ = opened_to_tune(directory, strict=True)
     with cache:
-        entry = cache.plan(product(), tuning=Tuning()).entry
+        entry = cache.plan(product()).entry
         assert entry is not None
-        theirs = PlanKey((*entry.key.preimages[:3], b"1", *entry.key.preimages[4:]))
-        recipe = Entry.of(entry, key=theirs, quality="tuned", created_at=1.0, provenance={})
+        theirs = PlanKey(tuple(changed.get(name, preimage) for name, preimage in entry.key.components.items()))
+        recipe = Candidate(engine, int(engine.removeprefix("eng")), {})
         cache.remove(entry.key, force=True)
         with closing(Database(cache.settings.database, lock_timeout_s=20)) as database:
-            database.put(recipe)
+            database.put(replace(entry, key=theirs, quality=quality, recipe=recipe, proof="agrees with eng0"))
+
+
+def built(gpu: TunableGpu) -> list[str]:
+    return [name.removeprefix("start ") for name in gpu.done if name.startswith("start")]
+
+
+def test_after_an_upgrade_what_won_is_tried_against_the_heuristic_alone(tmp_path: Path) -> None:
+    """Only those two are built, timed and compared; the better one is stored as tuned, with what was left out."""
+    learned(tmp_path, "eng1")
     cache, gpu = opened_to_tune(tmp_path, strict=True)
     with cache:
-        cache.plan(product(), tuning=Tuning())
-        assert [name for name in gpu.done if name.startswith("start")] == ["start eng1", "start eng0", "start eng2"]
+        plan = cache.plan(product(), tuning=Tuning())
+        assert plan.entry is not None and (plan.entry.engine, plan.entry.proof) == ("eng1", "agrees with eng0")
+        assert built(gpu) == ["eng1", "eng0"] and gpu.done.count("start eng2") == 0
+        assert reasons(plan.entry)["eng2"] == ("skipped", "left out: what won in an earlier environment was tried alone")
+        assert sorted(stored(cache)) == [("tuned", "eng1")] * 2
+
+
+def test_what_won_before_and_is_the_heuristics_first_choice_is_compared_with_another(tmp_path: Path) -> None:
+    """There is nothing to race, but a proof takes two."""
+    learned(tmp_path, "eng0")
+    cache, gpu = opened_to_tune(tmp_path, Fake("eng0", 20), Fake("eng1", 25), Fake("eng2", 30), strict=True)
+    with cache:
+        plan = cache.plan(product(), tuning=Tuning())
+        assert plan.entry is not None and (plan.entry.engine, plan.entry.proof) == ("eng0", "agrees with eng1")
+        assert built(gpu) == ["eng0", "eng1"]
+
+
+@pytest.mark.parametrize(
+    "fakes",
+    [
+        [Fake("eng0", 50), Fake("eng1", 60), Fake("eng2", 20)],
+        [Fake("eng0", 50), Fake("eng1", 10, output=1.5), Fake("eng2", 20)],
+        [Fake("eng0", 50), Fake("eng1", 10, output="leaves a row"), Fake("eng2", 20)],
+        [Fake("eng0", 50), Fake("eng1", 10, builds=False), Fake("eng2", 20)],
+        [Fake("eng0", 50), Fake("eng2", 20)],
+        [Fake("eng0", 50, output=1.5), Fake("eng1", 40), Fake("eng2", 20)],
+    ],
+    ids=["slower", "wrong", "partly unwritten", "does not build", "not there", "disagrees with a wrong heuristic"],
+)
+def test_what_won_before_is_not_trusted(tmp_path: Path, fakes: list[Fake]) -> None:
+    """Where it is slower than the heuristic, wrong, or cannot be had, all are tried."""
+    learned(tmp_path, "eng1")
+    cache, gpu = opened_to_tune(tmp_path, *fakes, strict=True)
+    with cache:
+        plan = cache.plan(product(), tuning=Tuning())
+        assert plan.entry is not None and plan.entry.engine == "eng2"
+        assert set(built(gpu)) == {fake.name for fake in fakes}
+        wrong = [fake.name for fake in fakes if fake.output != "right"]
+        assert [verdict.reason.partition(",")[0] for verdict in cache.verdicts()] == wrong
+        if fakes[1].output == "leaves a row":  # shown wrong by itself, the first time already
+            assert built(gpu).count("eng1") == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "quality", "tuning", "refresh"),
+    [
+        (UPGRADE, "tuned", Tuning(), True),
+        (UPGRADE, "tuned", Tuning(replay=False), False),
+        (UPGRADE, "heuristic", Tuning(), False),
+        ({"model": b'"another GPU"'}, "tuned", Tuning(), False),
+        ({"constraints": b'{"deterministic":true}'}, "tuned", Tuning(), False),
+    ],
+    ids=["refresh", "not wanted", "untuned", "another GPU", "other constraints"],
+)
+def test_otherwise_what_was_chosen_elsewhere_only_comes_first(
+    tmp_path: Path, changed: dict[str, bytes], quality: Quality, tuning: Tuning, refresh: bool
+) -> None:
+    """All are tried, in another order than the heuristics'."""
+    learned(tmp_path, "eng1", changed=changed, quality=quality)
+    cache, gpu = opened_to_tune(tmp_path, strict=True)
+    with cache:
+        cache.plan(product(), tuning=tuning, refresh=refresh)
+        assert built(gpu) == ["eng1", "eng0", "eng2"]
+
+
+def test_rows_that_cannot_be_read_are_no_recipes(tmp_path: Path) -> None:
+    """Listings are not checked: what is malformed in any way is passed over, and the others count, the newest first."""
+    cache, _ = opened_to_tune(tmp_path, strict=True)
+    with cache:
+        entry = cache.plan(product()).entry
+        assert entry is not None
+    theirs = join_preimages(PlanKey((*entry.key.preimages[:3], b"1", *entry.key.preimages[4:])).preimages)
+
+    class Rows:
+        def listing(self) -> list[Listed]:
+            facts = [b"{}", b"[]", b"no JSON", b'{"recipe": [], "quality": "tuned", "created_at": 1}']
+            facts += [b'{"recipe": ["eng%d"], "quality": "tuned", "created_at": %s}' % pair for pair in ((1, b'"x"'), (2, b"1"), (3, b"2"))]
+            rows = [(theirs, fact) for fact in facts] + [(b"junk", facts[-1]), (None, facts[-1])]
+            return [Listed(b"key", preimage, fact, 0, 0, None) for preimage, fact in rows]  # type: ignore[arg-type]
+
+    found = recipes(Rows(), [entry.key])[entry.key]  # type: ignore[arg-type]
+    assert [(recipe.name, recipe.tuned, recipe.upgraded) for recipe in found] == [("eng3", True, True), ("eng2", True, True)]
+
+
+def test_without_tuning_the_heuristics_choice_stays(tmp_path: Path) -> None:
+    """A recipe is never trusted without having been run here."""
+    learned(tmp_path, "eng1")
+    cache, _ = opened_to_tune(tmp_path, strict=True)
+    with cache:
+        plan = cache.plan(product())
+        assert plan.entry is not None and (plan.entry.engine, plan.entry.quality) == ("eng0", "heuristic")
 
 
 def test_what_cannot_be_stored_is_a_warning_and_a_tuned_plan_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +451,40 @@ def test_without_a_gpu_a_denied_choice_is_an_error_with_its_cure(tmp_path: Path,
         assert cache.plan(convolution()).origin == "memory"
 
 
+def test_a_stored_plan_whose_engine_was_denied_since_is_not_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is built anew with the next choice, in processes that open the store later too. Hits of others ask for nothing more."""
+    cache, gpu = opened_to_tune(tmp_path, strict=True)
+    with cache:
+        cache.plan(product(32))
+        cache.plan(product(17))
+        gpu.fakes = [WRONG, *FAKES[1:]]
+        cache.plan(product(16), tuning=Tuning())
+    cache, _ = opened_to_tune(tmp_path, strict=True)
+    with cache:
+        asked: list[bytes | None] = []
+        verdicts = Database.verdicts
+        assert cache.plan(product(32), build="lookup") is None
+        monkeypatch.setattr(Database, "verdicts", lambda self, key=None: [asked.append(key), verdicts(self, key)][1])
+        hits = [cache.plan(product(17)), cache.plan(product(16))]
+        assert [(plan.origin, plan.entry and plan.entry.engine) for plan in hits] == [("local", "eng0"), ("local", "eng1")] and asked == []
+        plan = cache.plan(product(32))
+        assert plan.entry is not None and (plan.origin, plan.entry.engine) == ("built", "eng1")
+        assert sorted(stored(cache)) == [("heuristic", "eng0"), ("heuristic", "eng1"), ("tuned", "eng1")]
+
+
+def test_a_tuning_reads_what_is_known_of_candidates_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many graphs and candidates there are."""
+    cache, gpu = opened_to_tune(tmp_path, WRONG, *FAKES[1:], strict=True)
+    with cache:
+        cache.plan(product(16))
+        gpu.done.clear()
+        asked: list[bytes | None] = []
+        verdicts = Database.verdicts
+        monkeypatch.setattr(Database, "verdicts", lambda self, key=None: [asked.append(key), verdicts(self, key)][1])
+        done = cache.tune([product(16), product(32), product(48)])
+        assert [tuned.entry and tuned.entry.engine for tuned in done] == ["eng1"] * 3 and asked == [None, None]
+
+
 def test_the_usual_miss_looks_for_denials_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One SELECT over what is known beside the entries on a miss, none on a hit."""
     cache, _ = opened_to_tune(tmp_path, strict=True)
@@ -352,7 +492,7 @@ def test_the_usual_miss_looks_for_denials_once(tmp_path: Path, monkeypatch: pyte
         cache.plan(product(16))
         asked: list[bytes | None] = []
         verdicts = Database.verdicts
-        monkeypatch.setattr(Database, "verdicts", lambda self, key=None: asked.append(key) or verdicts(self, key))
+        monkeypatch.setattr(Database, "verdicts", lambda self, key=None: [asked.append(key), verdicts(self, key)][1])
         cache.plan(product(16))
         assert asked == []
         entry = cache.plan(product(17)).entry
@@ -487,10 +627,24 @@ def test_a_heuristic_that_ends_the_process_is_marked_too(tmp_path: Path) -> None
         assert tuned.entry is not None and reasons(tuned.entry)["eng0"][0] == "skipped"
 
 
+def test_a_candidate_that_hung_in_a_child_that_compiles_is_skipped(tmp_path: Path) -> None:
+    """The child was killed for it: its trial says so, and it is not tried again until that is lifted."""
+    fakes = [FAKES[0], Fake("eng1", 20, builds=TimeoutError("no answer within 7 s")), FAKES[2]]
+    cache, gpu = opened_to_tune(tmp_path, *fakes, strict=True)
+    with cache:
+        plan = cache.plan(product(), tuning=Tuning(candidate_limit_s=7))
+        assert plan.entry is not None and plan.entry.engine == "eng2"
+        assert reasons(plan.entry)["eng1"] == ("failed", "hung: nothing came of its build within 7 s")
+        gpu.done.clear()
+        (tuned,) = cache.tune([product()], refresh=True)
+        result, reason = reasons(tuned.entry)["eng1"]
+        assert result == "skipped" and reason.startswith("hung: ") and "rm --verdicts" in reason and "start eng1" not in gpu.done
+
+
 # ---- the real bench, as far as it goes without a GPU
 
 
-def test_what_is_barred_is_not_compiled_ahead_and_without_children_nothing_is(tmp_path: Path) -> None:
+def test_what_is_left_out_is_not_compiled_ahead_and_without_children_nothing_is(tmp_path: Path) -> None:
     """A build in this process waits for its turn, when it is marked."""
     from plancache.backend import Option
 
@@ -512,9 +666,9 @@ def test_what_is_barred_is_not_compiled_ahead_and_without_children_nothing_is(tm
     for jobs, expected in ((2, ["eng0", "eng2"]), (0, [])):
         started.clear()
         builders = Recording(None, b"", {}, jobs)  # type: ignore[arg-type]
-        bench = Workbench(Backend(), builders, signature, None, Tuning(), {}, lambda one: one.name == "eng1")  # type: ignore[arg-type]
-        assert bench.compiling() == 2
-        bench.start_compiling()
+        bench = Workbench(Backend(), builders, signature, None, Tuning(), {})  # type: ignore[arg-type]
+        assert bench.compiling(lambda one: one.name != "eng1") == 2
+        bench.start_compiling(lambda one: one.name != "eng1")
         assert started == expected
 
 

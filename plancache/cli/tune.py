@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plancache.cli import amounts
 from plancache.cli.command import Command, UsageError, print_json, refuse_unusable, settings_to_change, source_of
-from plancache.cli.tables import count, duration, engine, shorten, span, table, terminal_width
+from plancache.cli.progress import Progress, terminal
+from plancache.cli.tables import count, engine, shorten, span, table, terminal_width
 
 if TYPE_CHECKING:
     from plancache.autotune import Tuning
     from plancache.cache import PlanCache
     from plancache.entry import Entry
+    from plancache.jobs import Tuned
     from plancache.settings import Settings
-    from plancache.tuner import Tuned
 
 _COLUMNS = ("graph", "engine", "-> engine", ">us", ">-> us", ">gain", "proof", ">s")
 _GRAPH_WIDTH = 70
@@ -35,6 +34,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     measure = "time single runs, or replays of a CUDA graph (default: eager)"
     parser.add_argument("--measure", choices=("eager", "graph"), default="eager", help=measure)
     parser.add_argument("--jobs", metavar="N", type=_jobs, help="child processes that compile (default: one a core, up to 8)")
+    isolate = "tune in a child process: a candidate that hangs or crashes ends that one only, and is skipped from then on"
+    parser.add_argument("--isolate", action="store_true", help=isolate)
+    limit = "seconds after which a step of a candidate counts as hanging, in child processes (default: 60)"
+    parser.add_argument("--candidate-limit", metavar="S", type=_seconds, help=limit)
     parser.add_argument("--dry-run", action="store_true", help="show what would be tuned, and end")
     parser.add_argument("--device", help=argparse.SUPPRESS)  # of `warm`: told why it makes no sense here
 
@@ -50,7 +53,7 @@ def _jobs(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    settings = _settings(args)
+    settings, tuning = _settings(args), _tuning(args)
     from plancache.cache import PlanCache
 
     with PlanCache(settings=settings) as cache:
@@ -58,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         chosen = _chosen(cache, args)
         if args.dry_run or not chosen:
             return _foretell(args, chosen, settings)
-        progress = _Progress(len(chosen), sys.stderr.write if sys.stderr.isatty() else None)
+        progress = Progress(len(chosen), terminal(), word="tuned", steps=2)  # looked at, and decided
         done: list[Tuned] = []
 
         def on_done(tuned: Tuned) -> None:
@@ -66,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
             progress.one()
 
         try:
-            cache.tune(chosen, tuning=_tuning(args), refresh=args.refresh, on_done=on_done, on_step=progress.step)
+            cache.tune(chosen, tuning=tuning, refresh=args.refresh, on_done=on_done, on_step=progress.step)
         finally:  # what is done is stored, and told where the others are interrupted
             progress.end()
             unkept = cache.statistics().faults["write"]
@@ -87,9 +90,14 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _tuning(args: argparse.Namespace) -> Tuning:
     from plancache.autotune import Tuning
+    from plancache.errors import SettingsError
 
     own = {"budget_s": args.budget, "total_budget_s": args.total_budget, "jobs": args.jobs, "measure": args.measure}
-    return Tuning(**{name: value for name, value in own.items() if value is not None})
+    own |= {"isolate": args.isolate, "candidate_limit_s": args.candidate_limit}
+    try:
+        return Tuning(**{name: value for name, value in own.items() if value is not None})
+    except SettingsError as error:
+        raise UsageError(str(error)) from None
 
 
 # ---- what is tuned
@@ -122,38 +130,6 @@ def _foretell(args: argparse.Namespace, chosen: Sequence[Entry], settings: Setti
     return 0
 
 
-class _Progress:
-    """How many are done and about how long the others take, on one line of a terminal."""
-
-    def __init__(self, total: int, write: Callable[[str], object] | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
-        self._write = write
-        self._clock = clock
-        self._started = clock()
-        self._done = self._steps = 0
-        self._show()
-
-    def step(self) -> None:
-        """One was looked at, or decided: two of them are one plan."""
-        self._steps += 1
-        self._show()
-
-    def one(self) -> None:
-        self._done += 1
-        self._show()
-
-    def _show(self) -> None:
-        if self._write is None:
-            return
-        left_s = (self._clock() - self._started) * (2 * self._total - self._steps) / self._steps if self._steps else None
-        left = "" if left_s is None else f", about {duration(left_s)} left"
-        self._write(f"\r\x1b[K{self._done} of {self._total} tuned{left}")
-
-    def end(self) -> None:
-        if self._write is not None:
-            self._write("\r\x1b[K")
-
-
 # ---- what came of it
 
 
@@ -162,12 +138,12 @@ def _tell(args: argparse.Namespace, done: Sequence[Tuned], unkept: int) -> None:
         gains = [tuned.gain for tuned in done if tuned.gain is not None]
         failed, won = sum(tuned.error is not None for tuned in done), sum(tuned.entry is not None for tuned in done)
         counts = {"dry_run": False, "tuned": won, "failed": failed, "not_stored": unkept, "mean_gain": _geometric_mean(gains)}
-        print_json({**counts, "plans": [_fact(tuned) for tuned in done]})
+        print_json({**counts, "plans": [fact(tuned) for tuned in done]})
     elif done:
-        print(_text(done, unkept))
+        print(text(done, unkept))
 
 
-def _fact(tuned: Tuned) -> dict[str, Any]:
+def fact(tuned: Tuned) -> dict[str, Any]:
     before, after = _times_us(tuned)
     entry = tuned.entry
     return {
@@ -193,7 +169,7 @@ def _times_us(tuned: Tuned) -> tuple[float | None, float | None]:
     return None if tuned.before is None else times.get(tuned.before.engine), times.get(tuned.entry.engine)
 
 
-def _text(done: Sequence[Tuned], unkept: int) -> str:
+def text(done: Sequence[Tuned], unkept: int) -> str:
     won = [tuned for tuned in done if tuned.entry is not None]
     parts = []
     if won:
