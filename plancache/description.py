@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plancache.encoding import Reader
+from plancache.encoding import Reader, UnknownTypeError, encode
 from plancache.signature import CONTEXT_FIELDS, OPTION_FIELDS, TENSOR_FIELDS, VERSION
 
 
@@ -34,7 +34,8 @@ class Description:
         first = self.nodes[0]["inputs"]
         shapes = (self.tensors[uid - 1] for uid in first.values())
         text = ", ".join("x".join(map(str, t["dim"])) for t in shapes if not t["is_pass_by_value"])
-        types = {t["data_type"].member for t in self.tensors if not t["is_virtual"] and t["data_type"] is not None}
+        kinds = (t["data_type"] for t in self.tensors if not t["is_virtual"])
+        types = {str(getattr(kind, "member", kind)) for kind in kinds if kind is not None}
         return f"{'+'.join(self.operations)} [{text}] {'/'.join(sorted(types)).lower()}"
 
 
@@ -88,3 +89,14 @@ def decode(signature: bytes) -> Description:
         )
     except TypeError as error:
         raise ValueError(f"malformed signature: {error}") from None
+
+
+def signature_of(description: Description) -> bytes:
+    """The signature that a description was decoded from, byte by byte. Raises `ValueError` for values that none holds."""
+    context, options = list(description.context.values()), list(description.options.values())
+    tensors = [list(tensor.values()) for tensor in description.tensors]
+    nodes = [list(node.values()) for node in description.nodes]
+    try:
+        return b"".join(map(encode, (VERSION, options, context, tensors, nodes)))
+    except UnknownTypeError as error:
+        raise ValueError(str(error)) from None

@@ -72,6 +72,8 @@ def encode_mapping(value: dict[Any, Any]) -> bytes:
 
 def _enum(value: Any) -> bytes:
     kind = type(value)
+    if kind is Enum:  # one that was read back
+        return _name(".".join(value))
     if not hasattr(kind, "__members__") or not kind.__module__.startswith("cudnn"):
         raise UnknownTypeError(f"a parameter has the type {kind.__module__}.{kind.__qualname__}, which plancache does not know")
     return _member(value)
@@ -79,8 +81,13 @@ def _enum(value: Any) -> bytes:
 
 @lru_cache(maxsize=512, typed=True)
 def _member(value: Any) -> bytes:
-    text = f"{type(value).__name__}.{value.name}".encode()
-    return b"e%d:%b" % (len(text), text)
+    return _name(f"{type(value).__name__}.{value.name}")
+
+
+@lru_cache(maxsize=512)
+def _name(text: str) -> bytes:
+    data = text.encode()
+    return b"e%d:%b" % (len(data), data)
 
 
 class Reader:

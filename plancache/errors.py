@@ -121,6 +121,21 @@ class DeviceFileError(PlancacheError, ValueError):
     """A device file cannot be read, lacks properties, or comes from another cuDNN version."""
 
 
+class ManifestError(PlancacheError, ValueError):
+    """A manifest cannot be read or written (`path`, and the `line` where one is known)."""
+
+    def __init__(self, path: str, line: int | None, reason: str, cure: str) -> None:
+        place = path if line is None else f"{path}, line {line}"
+        super().__init__(f"manifest {place}: {reason}; {cure}")
+        self.path = path
+        self.line = line
+        self.reason = reason
+        self.cure = cure
+
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, str, str]]:
+        return type(self), (self.path, self.line, self.reason, self.cure)
+
+
 class LibraryError(PlancacheError, ImportError):
     """nvidia-cudnn-frontend or libcudnn cannot be loaded."""
 

@@ -23,6 +23,7 @@ EXPECTED = {
     "NotExecutableError": RuntimeError,
     "DeviceError": RuntimeError,
     "DeviceFileError": ValueError,
+    "ManifestError": ValueError,
     "LibraryError": ImportError,
     "CompilerError": RuntimeError,
     "StoreError": OSError,

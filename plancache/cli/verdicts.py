@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from plancache.cli.tables import duration, table, terminal_width
-from plancache.cli.warm import first_line
 
 if TYPE_CHECKING:
     from plancache.listing import Listed
@@ -35,6 +34,8 @@ def facts(verdicts: Sequence[Verdict], graphs: Mapping[str, str]) -> list[dict[s
 
 
 def text(verdicts: Sequence[Verdict], graphs: Mapping[str, str]) -> str:
+    from plancache.cli.warm import first_line
+
     now = time.time()
     rows = [
         (
