@@ -6,9 +6,12 @@ import difflib
 import os
 import stat
 from collections import Counter
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plancache.cli import usability
 from plancache.cli.command import source_of
 from plancache.cli.report import Report
 from plancache.cli.tables import count, size
@@ -101,19 +104,19 @@ def _look_beside(report: Report, database: Database) -> None:
 
 def _look_at_sealed(report: Report, name: str, file: Path) -> None:
     """Opens it as look-ups do: what they refuse is a problem."""
+    from plancache.carrying import Judge
     from plancache.store.sealed import SealedFile
+    from plancache.target import Targets
 
     try:
-        sealed = SealedFile(file)
-        try:
-            entries = sum(1 for _ in sealed.listing())
-        finally:
-            sealed.close()
+        with closing(SealedFile(file)) as sealed, closing(Targets(None, lambda *_: None)) as targets:
+            found = Judge(targets)(sealed.listing())
     except StoreError as error:
         report.fact(name, {"path": str(file), "entries": None}, f"{file}, cannot be used")
         report.problem(f"{name}: {error}")
     else:
-        report.fact(name, {"path": str(file), "entries": entries}, f"{count(entries, 'plan')}, {file}")
+        report.fact(name, {"path": str(file), "entries": found.entries}, f"{count(found.entries, 'plan')}, {file}")
+        report.fact(f"{name}: usable", asdict(found), usability.in_short(found))
 
 
 def look_at_variables(report: Report, settings_error: Exception | None) -> None:
