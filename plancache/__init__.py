@@ -11,16 +11,36 @@ if TYPE_CHECKING:
     from plancache.autotune import Tuning
     from plancache.cache import PlanCache
     from plancache.environment import Device
+    from plancache.intercept import install, installed, uninstall
     from plancache.key import Constraints, PlanKey
+    from plancache.manifest import Manifest
     from plancache.plan import Plan
     from plancache.settings import Settings
+    from plancache.starting import startup
     from plancache.statistics import Statistics
 
-__all__ = ["Constraints", "Device", "Plan", "PlanCache", "PlanKey", "Settings", "Statistics", "Tuning", "errors", "graphs"]
+__all__ = [
+    "Constraints",
+    "Device",
+    "Manifest",
+    "Plan",
+    "PlanCache",
+    "PlanKey",
+    "Settings",
+    "Statistics",
+    "Tuning",
+    "errors",
+    "graphs",
+    "install",
+    "installed",
+    "startup",
+    "uninstall",
+]
 
 _HOMES = {
     "Constraints": "key",
     "Device": "environment",
+    "Manifest": "manifest",
     "Plan": "plan",
     "PlanCache": "cache",
     "PlanKey": "key",
@@ -29,6 +49,10 @@ _HOMES = {
     "Tuning": "autotune",
     "errors": "errors",
     "graphs": "graphs",
+    "install": "intercept",
+    "installed": "intercept",
+    "startup": "starting",
+    "uninstall": "intercept",
 }
 
 

@@ -48,16 +48,22 @@ class BuiltPlans(LoadedPlans):
             known = self._levels.verdicts(key.digest)
             if not refresh:
                 building.refuse_known(known, key, target)
-            self._report.count(misses=1)
-            self._report.tell("miss", key.digest, 0.0, "nothing usable is stored")
+            self._count_miss(key)
             building.check_outputs(reading.graph)
             entry = building.build(self._levels, reading, key, target, constraints, variables)
             loaded = self._ready(entry, target)  # before it is stored: what does not load is not kept
-            self._report.count(builds=1, build_s=entry.build_s)
-            self._report.tell("build", key.digest, entry.build_s, entry.engine)
-            _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
+            self._count_build(entry)
             self._store(entry, target, refresh, known)
         return loaded, "built"
+
+    def _count_miss(self, key: PlanKey) -> None:
+        self._report.count(misses=1)
+        self._report.tell("miss", key.digest, 0.0, "nothing usable is stored")
+
+    def _count_build(self, entry: Entry) -> None:
+        self._report.count(builds=1, build_s=entry.build_s)
+        self._report.tell("build", entry.key.digest, entry.build_s, entry.engine)
+        _log.info("built %s with %s in %.0f ms", entry.description.summary, entry.engine, entry.build_s * 1e3)
 
     def _store(self, entry: Entry, target: DeviceTarget, refresh: bool, known: list[Verdict]) -> None:
         digest = entry.key.digest

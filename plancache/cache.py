@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from plancache.built import BuiltPlans, not_found
+from plancache.built import not_found
 from plancache.capture import is_capturing
 from plancache.entry import Entry
 from plancache.environment import Device, result_changing_variables
@@ -30,6 +30,7 @@ from plancache.errors import (
 from plancache.events import Event, log_to_stderr
 from plancache.key import Constraints, PlanKey, make_key
 from plancache.plan import Executable, Loaded, Plan
+from plancache.served import ServedPlans
 from plancache.settings import Build, Settings
 from plancache.signature import Reading, Uncacheable, read
 from plancache.statistics import Failure, Statistics, Warmed
@@ -37,12 +38,17 @@ from plancache.target import DeviceTarget
 
 if TYPE_CHECKING:
     from plancache.autotune import Tuning
-    from plancache.tuner import Job, Tuned
+    from plancache.checking import Check
+    from plancache.explaining import Explanation
+    from plancache.jobs import Job, Tuned
+    from plancache.manifest import Wanted
+    from plancache.recording import Recording
+    from plancache.warming import Known
 
 _log = logging.getLogger("plancache.cache")
 
 
-class PlanCache(BuiltPlans):
+class PlanCache(ServedPlans):
     """A cache of cuDNN execution plans: in memory, then in SQLite in `directory` (the user's cache directory).
 
     `device`: a `Device`; by default the CUDA device that is current when a graph is planned. With a device file plans
@@ -74,6 +80,11 @@ class PlanCache(BuiltPlans):
         self._constraints = constraints or Constraints()
         self._tuning = tuning
         self._settled: set[bytes] = set()  # keys whose tuning brought nothing
+        self._recordings: list[Recording] = []
+        if self.settings.record is not None:
+            from plancache.recording import record_until_the_end
+
+            record_until_the_end(self, self.record(self.settings.record))
 
     # ---- the path of a request
 
@@ -123,6 +134,8 @@ class PlanCache(BuiltPlans):
         except Uncacheable as error:
             return self._plan_uncached(graph, error.reason, target, build, constraints)
         key = make_key(reading.signature, target.place, variables, constraints)
+        for recording in self._recordings:
+            recording.asked(reading.signature, constraints)
         found = None if refresh else self._look_up(key, target)
         if found is None:
             if build == "lookup":
@@ -132,6 +145,8 @@ class PlanCache(BuiltPlans):
             try:
                 found = self._build(reading, key, target, constraints, variables, refresh)
             except Uncacheable as error:
+                for recording in self._recordings:
+                    recording.withdrawn(reading.signature, constraints)
                 return self._plan_uncached(graph, error.reason, target, build, constraints)
         tuning = tuning or self._tuning
         if tuning is not None and build == "allow" and not target.device.is_file:
@@ -139,6 +154,8 @@ class PlanCache(BuiltPlans):
         loaded, origin = found
         entry = loaded.entry
         assert entry is not None
+        for recording in self._recordings:
+            recording.answered(reading.signature, constraints, entry)
         tensors = [reading.tensors[uid - 1] for uid in entry.operands]
         return Plan(loaded, tensors, [entry.layouts[uid] for uid in entry.operands], graph, origin)
 
@@ -160,10 +177,12 @@ class PlanCache(BuiltPlans):
             return found
         if is_capturing():
             raise CaptureError("this plan is not tuned, and the current stream is capturing; tune it before the capture")
-        from plancache.tuner import Job, Tuner, by_uid
+        from plancache.isolated import tuner_for
+        from plancache.jobs import Job, by_uid
 
         job = Job(entry.key, entry, constraints, by_uid(reading, inputs or {}))
-        (tuned,) = Tuner(self._levels, target, variables, tuning, refresh=refresh, on_fault=self._report.fault).tune([job])
+        tuner = tuner_for(self._levels, self.settings, target, variables, tuning, refresh=refresh, on_fault=self._report.fault)
+        (tuned,) = tuner.tune([job])
         if tuned.error is not None:
             self._plans.drop(entry.key.digest)  # it may be what was shown wrong
             raise tuned.error
@@ -190,13 +209,14 @@ class PlanCache(BuiltPlans):
         `on_step`: called twice for each, when it was looked at and when it was decided. Raises `NotExecutableError` for a device file.
         """
         from plancache.autotune import Tuning
-        from plancache.tuner import Tuner
+        from plancache.isolated import tuner_for
 
         target, variables = self._runnable_target()
         items = self.to_tune(refresh=refresh) if graphs is None else graphs
         jobs = [self._job(item, target, variables) for item in items]
-        tuner = Tuner(
+        tuner = tuner_for(
             self._levels,
+            self.settings,
             target,
             variables,
             tuning or self._tuning or Tuning(),
@@ -218,7 +238,7 @@ class PlanCache(BuiltPlans):
 
         Raises `LookupError` for a key that no entry has, or one that is not for this device and environment.
         """
-        from plancache.tuner import is_of, stored_entries
+        from plancache.jobs import is_of, stored_entries
 
         target, variables = self._runnable_target()
         if not digests:
@@ -238,7 +258,7 @@ class PlanCache(BuiltPlans):
     def _job(self, item: Any, target: DeviceTarget, variables: dict[str, str]) -> Job:
         """What tuning a graph or a stored entry takes. Raises `UncacheableGraphError` for one that has no key."""
         from plancache import building
-        from plancache.tuner import Job, job_of
+        from plancache.jobs import Job, job_of
 
         if isinstance(item, Entry):
             return job_of(item)
@@ -260,6 +280,8 @@ class PlanCache(BuiltPlans):
     def _plan_uncached(self, graph: Any, reason: str, target: DeviceTarget, build: Build, constraints: Constraints) -> Plan | None:
         """Builds a graph as its caller made it, without the cache, under the constraints."""
         self._report.uncacheable(reason)
+        for recording in self._recordings:
+            recording.refused(reason)
         if build == "lookup":
             return None
         if build == "forbid":
@@ -277,19 +299,88 @@ class PlanCache(BuiltPlans):
 
     # ---- many at once, and looking
 
-    def warm(self, graphs: Iterable[Any]) -> Warmed:
-        """Plans every graph, or every object with a `graph`; a graph that fails is reported and the others go on."""
+    def warm(self, graphs: Iterable[Any] | str | os.PathLike[str]) -> Warmed:
+        """Plans every graph, object with a `graph`, or graph of a manifest (or of the one in a file); one that fails is reported,
+        and the others go on."""
+        from plancache.manifest import Manifest, Wanted
+
+        if isinstance(graphs, str | os.PathLike):
+            graphs = Manifest.read(graphs)
         if not isinstance(graphs, Iterable):
-            raise SettingsError("warm() takes several graphs: pass [graph], or a function's generator")
+            raise SettingsError("warm() takes several graphs: pass [graph], a function's generator, or a manifest's path")
         plans, failures = [], []
         for index, graph in enumerate(graphs):
             try:
-                plan = self.plan(getattr(graph, "graph", graph), build="allow")
+                wanted = isinstance(graph, Wanted)
+                plan = self.plan_wanted(graph) if wanted else self.plan(getattr(graph, "graph", graph), build="allow")
             except Exception as error:  # one graph's, whatever it is; the others go on
                 failures.append(Failure(index, error))
             else:
                 plans.append(plan)
         return Warmed(tuple(plans), tuple(failures))
+
+    def plan_wanted(self, wanted: Wanted) -> Plan:
+        """A ready plan for a graph of a manifest, which is made again from its signature and built where nothing is stored.
+
+        Raises `UncacheableGraphError` for one that this frontend does not make, and what `plan` raises.
+        """
+        from plancache.warming import graph_of
+
+        self._begin()
+        return self.plan(graph_of(wanted, self._targets.current()), build="allow", constraints=wanted.constraints)
+
+    def stored_elsewhere(self) -> list[Known]:
+        """The graphs that are stored for other environments (cuDNN, driver, device, variables) than the one here."""
+        from plancache.warming import elsewhere
+
+        self._begin()
+        return elsewhere(self.entries(), self._targets.current().place, result_changing_variables())
+
+    def record(self, path: str | os.PathLike[str], *, lock: bool = False) -> Recording:
+        """Records what is planned in a with block, and adds it to the manifest at `path` at its end.
+
+        `lock`: with the recipes of the plans that answered. Raises `ManifestError` at once where the file is no manifest.
+        """
+        from plancache.recording import Recording
+
+        return Recording(path, lock=lock, among=self._recordings)
+
+    def check(self, manifest: Iterable[Wanted] | str | os.PathLike[str]) -> Check:
+        """Which graphs of a manifest (or of the one in a file) are answered here without a build, and why the others are not.
+
+        Nothing is built or loaded. Raises `ManifestError`, and `StoreError` where what is stored cannot be read.
+        """
+        from plancache.checking import Checker
+
+        self._begin()
+        target, variables = self._targets.current(), result_changing_variables()
+        return Checker(self._levels, target, variables, self._check_environment).check(manifest)
+
+    def explain(self, graph_or_key: Any, *, constraints: Constraints | None = None) -> Explanation:
+        """Why a graph, or the stored plan of a key (or of its first hex digits), is answered here without a build, or is not.
+
+        Nothing is built or loaded. Raises `LookupError` for no such key or several.
+        """
+        return next(self.explanations([graph_or_key], constraints=constraints))
+
+    def explanations(self, graphs_or_keys: Iterable[Any], *, constraints: Constraints | None = None) -> Iterator[Explanation]:
+        """`explain` of several: what is stored is listed once."""
+        from plancache.explaining import Explainer
+
+        self._begin()
+        target, variables = self._targets.current(), result_changing_variables()
+
+        def key_of(graph: Any) -> PlanKey:
+            self._check_environment(target, variables)
+            signature = read(graph, target.device, self._seen).signature
+            return make_key(signature, target.place, variables, constraints or self._constraints)
+
+        def held(digest: bytes) -> Entry | None:
+            loaded = self._plans.get((digest, target.device.ordinal))
+            return loaded.entry if loaded else None
+
+        explainer = Explainer(self._levels, target, variables, key_of, held)
+        return map(explainer.explain, graphs_or_keys)
 
     def statistics(self) -> Statistics:
         """Counts and seconds since this cache was opened."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plancache.encoding import Enum
 from plancache.environment import Device, load_frontend
 from plancache.errors import DeviceFileError
-from plancache.signature import Reading, Uncacheable, canonical_order, inferred, read
+from plancache.signature import OWN, Reading, Uncacheable, canonical_order, inferred, read
 
 if TYPE_CHECKING:
     from plancache.description import Description
@@ -40,6 +40,7 @@ class Copies:
         place = {"handle": handle} if handle is not None else {"device_property": self.properties()}
         context = {name: _value(cudnn, value) for name, value in description.context.items()}
         graph = cudnn.pygraph(name=_LABEL, **context, **options, **place)
+        graph._plancache = OWN
         tensors: dict[int, Any] = {}
         for uid, record in enumerate(description.tensors, 1):
             attributes = {name: _value(cudnn, value) for name, value in record.items() if name != "ragged_offset"}

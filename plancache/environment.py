@@ -6,7 +6,6 @@ compares when it loads a plan, and which variables change results, was measured 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -211,6 +210,8 @@ _COMPUTE_CAPABILITY = 75, 76
 
 def _read_device(ordinal: int) -> Device:
     """A GPU as the driver describes it: 0.1 ms, where asking cuDNN loads libraries that a hit may not need."""
+    import ctypes  # 3 ms, which commands without a GPU do not need
+
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -335,6 +336,11 @@ class Libraries(NamedTuple):
 def version_text(cudnn_version: int) -> str:
     """`9.19.0` for 91900."""
     return f"{cudnn_version // 10000}.{cudnn_version // 100 % 100}.{cudnn_version % 100}"
+
+
+def cuda_version(number: int) -> str:
+    """`13.0` for 13000 (CUDA_VERSION in cuda.h)."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _version(text: str) -> tuple[int, ...]:

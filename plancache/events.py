@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from plancache.errors import PlancacheWarning, StoreError
 from plancache.statistics import Statistics
@@ -62,6 +62,13 @@ class Reporter:
         _log.info("built without the cache: %s", reason)
         self.tell("uncacheable", None, 0.0, reason)
 
+    def fell_through(self, reason: str) -> None:
+        """A graph of an intercepted program goes the frontend's own road."""
+        with self._guard:
+            self.statistics.fell_through[reason] += 1
+        _log.info("left to the frontend: %s", reason)
+        self.tell("uncacheable", None, 0.0, reason)
+
     def fault(self, kind: str, error: StoreError) -> None:
         """A fault of the cache: a warning and a miss, or raised in strict mode."""
         with self._guard:
@@ -90,7 +97,8 @@ class Reporter:
         """The statistics as they are now."""
         with self._guard:
             own = self.statistics
-            return replace(own, uncacheable=Counter(own.uncacheable), faults=Counter(own.faults), **now)
+            changed: dict[str, Any] = {name: Counter(getattr(own, name)) for name in ("uncacheable", "fell_through", "faults")}
+            return replace(own, **{**changed, **now})
 
     def after_fork(self) -> None:
         """Makes the lock anew that another thread may have held when this process was forked."""

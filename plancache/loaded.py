@@ -41,8 +41,10 @@ class LoadedPlans(StoredPlans):
         self._hits: Counter[bytes] = Counter()
         self._refusals: dict[bytes, tuple[bytes, str]] = {}
         self._unusable: set[bytes] = set()
+        self._ahead: dict[bytes, tuple[Entry, Found]] = {}
         self._process = os.getpid()
         self._inherited: list[Any] = []
+        self.end_recording: Callable[[], object] = lambda: None
         # for a cache that is dropped, and at exit
         self._finalizer = finalize(self, _release, self._process, self._targets, self._live, self._levels, self._hits, self._report)
 
@@ -51,6 +53,10 @@ class LoadedPlans(StoredPlans):
         remembered = self._remembered(key, target)
         if remembered is not None or target.unknown:
             return remembered
+        ahead = self._taken_ahead(key, target)
+        loaded = None if ahead is None else self._load(ahead[1], ahead[0], target)
+        if ahead is not None and loaded is not None:
+            return loaded, ahead[1].level
         for found in self._levels.rows(key.digest):
             remembered = self._remembered(key, target)  # another thread stores a row after it has kept the plan
             if remembered is not None:
@@ -60,6 +66,20 @@ class LoadedPlans(StoredPlans):
             if loaded is not None:
                 return loaded, found.level
         return None
+
+    def _taken_ahead(self, key: PlanKey, target: DeviceTarget) -> tuple[Entry, Found] | None:
+        """What was fetched ahead for a key, and may run here."""
+        ahead = self._ahead.pop(key.digest, None)
+        return ahead if ahead is not None and ahead[0].key == key and self._unfit(ahead[0], target) is None else None
+
+    def _unfit(self, entry: Entry, target: DeviceTarget) -> str | None:
+        """Why a whole entry is not used here: it needs what is not here, or its engine was shown wrong for such graphs since."""
+        reason = usable(entry, target.backend.here)
+        if reason is None and self._levels.has_suspects and entry.quality != "tuned":  # those were compared on this very graph
+            from plancache.building import denial  # nearly never: on the way to a hit
+
+            reason = self._levels.denied(denial(entry.key, target, entry.recipe))
+        return reason
 
     def _remembered(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:
         loaded = self._plans.get((key.digest, target.device.ordinal))
@@ -80,7 +100,7 @@ class LoadedPlans(StoredPlans):
             self._report.tell("quarantine", key.digest, 0.0, str(error))
             self._report.fault("corrupt", error)
             return None
-        reason = usable(entry, target.backend.here)
+        reason = self._unfit(entry, target)
         if reason is None:
             return entry
         _log.info("%s plan %s is not usable here: %s", found.level, key.hex[:16], reason)
@@ -98,13 +118,14 @@ class LoadedPlans(StoredPlans):
         except Exception as error:  # whatever cuDNN says of a stored plan: it is built anew, and says so
             self._refused(found, entry, error, target)
             return None
-        seconds = time.perf_counter() - started
+        self._count_hit(entry, found.level, time.perf_counter() - started)
+        return loaded
+
+    def _count_hit(self, entry: Entry, level: str, seconds: float) -> None:
         with self._guard:
             self._hits[entry.key.digest] += 1
-        counter = {"local": "local_hits", "sealed": "sealed_hits"}[found.level]
-        self._report.count(**{counter: 1}, load_s=seconds, saved_s=entry.build_s)
-        self._report.tell("hit", entry.key.digest, seconds, found.level)
-        return loaded
+        self._report.count(**{f"{level}_hits": 1}, load_s=seconds, saved_s=entry.build_s)
+        self._report.tell("hit", entry.key.digest, seconds, level)
 
     def _refused(self, found: Found, entry: Entry, error: Exception, target: DeviceTarget) -> None:
         said = f"{type(error).__name__}: {error}"
@@ -119,6 +140,14 @@ class LoadedPlans(StoredPlans):
 
     def _ready(self, entry: Entry, target: DeviceTarget, checksum: bytes = b"") -> Loaded:
         """An entry as a plan that this thread can run, kept in memory."""
+        loaded = self._loaded(entry, target, checksum)
+        if not target.device.is_file:
+            loaded.seat()
+        self._keep(loaded, entry, target)
+        return loaded
+
+    def _loaded(self, entry: Entry, target: DeviceTarget, checksum: bytes = b"") -> Loaded:
+        """An entry as a plan that each thread loads at its first use."""
         levels, key = self._levels, entry.key.digest
 
         def load() -> Executable:
@@ -133,15 +162,15 @@ class LoadedPlans(StoredPlans):
             releases=target.backend.releases,
         )
         self._live.add(loaded)
-        if not target.device.is_file:
-            loaded.seat()
+        return loaded
+
+    def _keep(self, loaded: Loaded, entry: Entry, target: DeviceTarget) -> None:
         with self._guard:
             if self._closed:  # while this plan was built or loaded
                 loaded.close()
                 raise ClosedError("the cache was closed while this plan was made")
-            self._plans.add((key, target.device.ordinal), loaded)
+            self._plans.add((entry.key.digest, target.device.ordinal), loaded)
         target.backend.releases.drain()
-        return loaded
 
     # ---- life
 
@@ -171,6 +200,7 @@ class LoadedPlans(StoredPlans):
         with self._guard:
             self._closed = True
             self._plans.clear()
+        self.end_recording()
         self._finalizer()
 
     def __enter__(self) -> Self:

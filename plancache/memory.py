@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-from plancache.plan import Loaded
+if TYPE_CHECKING:
+    from plancache.plan import Loaded
 
 _EVERY = 8  # so many more plans, and their bytes are summed up: a sum over all at each would be quadratic
 

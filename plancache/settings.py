@@ -21,6 +21,8 @@ LOCK_TIMEOUT_S = 600.0
 MAX_BYTES = 2_000_000_000
 """Default bound on the stored plans of a directory, in bytes: 100,000 plans of the usual size."""
 
+MAX_TAG_LENGTH = 100
+
 
 def _choice(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
@@ -66,6 +68,12 @@ def _bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(unit or " "))
 
 
+def _tag(text: str) -> str:
+    if not 0 < len(text) <= MAX_TAG_LENGTH or not text.isprintable() or text != text.strip():
+        raise ValueError(f"must be a name of 1 to {MAX_TAG_LENGTH} printable characters, without blanks around it")
+    return text
+
+
 VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "directory": ("PLANCACHE_DIR", _directory),
     "mode": ("PLANCACHE_MODE", _choice("readwrite", "readonly", "off")),
@@ -75,6 +83,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "bundles": ("PLANCACHE_BUNDLES", _bundles),
     "max_bytes": ("PLANCACHE_MAX_BYTES", _bytes),
     "log": ("PLANCACHE_LOG", _choice("debug", "info", "warning", "error")),
+    "tag": ("PLANCACHE_TAG", _tag),
+    "record": ("PLANCACHE_RECORD", lambda text: str(_directory(text))),
 }
 
 
@@ -96,7 +106,8 @@ class Settings:
     directory. `max_bytes`: of stored plans; beyond it those go that save the least build seconds per byte, the newest
     excepted, down to 90 percent of it; 0 is no limit. `max_live_bytes`: of loaded plans in memory; the least recently
     used beyond it are let go of. `log`: from which level on plancache's log goes to stderr; by default the program's
-    own logging decides.
+    own logging decides. `tag`: the name of this program, noted with the plans that it builds and loads.
+    `record`: a manifest that takes what the cache was asked for, when it is closed or the process ends.
     """
 
     directory: Path = field(default_factory=default_directory)
@@ -108,6 +119,8 @@ class Settings:
     max_bytes: int = MAX_BYTES
     max_live_bytes: int = 1_000_000_000
     log: str | None = None
+    tag: str | None = None
+    record: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value came from: a variable's name, `argument` or `default`."""
 
@@ -127,6 +140,13 @@ class Settings:
                 raise SettingsError(f"{name} must be a whole number of bytes, not {getattr(self, name)!r}")
         if self.log not in (None, "debug", "info", "warning", "error"):
             raise SettingsError(f"log must be debug, info, warning or error, not {self.log!r}")
+        if self.record is not None and not isinstance(self.record, str):
+            raise SettingsError(f"record must be a manifest's path, not {self.record!r}")
+        if self.tag is not None:
+            try:
+                _tag(self.tag)
+            except (TypeError, AttributeError, ValueError):
+                raise SettingsError(f"tag must be a short printable name, such as 'resnet50-serve', not {self.tag!r}") from None
         seconds = self.lock_timeout_s
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= threading.TIMEOUT_MAX:
             raise SettingsError(f"lock_timeout_s must be a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, not {seconds!r}")

@@ -56,9 +56,11 @@ _KNOWN_STATE = frozenset(
     _cpp_plans_created _compiled_plans _plan_kernel_entries _cpp_bog_done _cpp_tensors _reserved_uids _ambiguous_names
     _candidates _facts _backend_declined _backend_entries _backend_mode_spans _barred_names _workspace_limit _note_filters
     _plan_pinned _sorted_uids _declared_layout_native _slot_of_uid _ordered_binding_schema _ordered_binding_uids
-    _selected_engine_cache
+    _selected_engine_cache _plancache
     """.split()
 )
+OWN = object()
+"""What `_plancache` holds on graphs that plancache made: they are not intercepted."""
 
 
 class Uncacheable(Exception):
@@ -89,8 +91,12 @@ class Target(Protocol):
     def is_described_by(self, device_property: Any) -> bool: ...
 
 
-def read(graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, bytes] | None] | None = None) -> Reading:
+def read(
+    graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, bytes] | None] | None = None, *, filtered: bool = False
+) -> Reading:
     """Signature of a described graph that nobody planned yet; a graph that names the target has the key of one that does not.
+
+    `filtered`: whether it may have plan filters set, which are no part of a signature.
 
     `seen`: remembers, by graph, what inference made of its description, so that reading a graph again costs a third.
     Raises `GraphStateError` for an empty or planned graph, `Uncacheable` for what cannot be copied exactly, and the
@@ -98,6 +104,8 @@ def read(graph: Any, target: Target, seen: MutableMapping[Any, tuple[bytes, byte
     """
     _check_state(graph)
     _check_known(graph, target)
+    if not filtered and (graph._barred_names or graph._note_filters or graph._workspace_limit is not None):
+        raise Uncacheable("plan filters are set on the graph; pass them as plancache.Constraints")
     options = _options(graph, target.sm_version)
     try:
         if seen is None or graph not in seen:
@@ -215,6 +223,7 @@ def clone(graph: Any) -> tuple[Any, Iterable[Any]]:
     scratch._cpp_tensors, scratch._facts = {}, {}
     scratch._lowered_graph = scratch._candidates = scratch._backend_entries = None
     scratch._frozen = scratch._is_validated = scratch._cpp_bog_done = False
+    scratch._plancache = OWN
     return scratch, clones.values()
 
 
@@ -245,8 +254,6 @@ def _check_known(graph: Any, target: Target) -> None:
         raise Uncacheable(f"the graph's context has an attribute {surplus!r} that plancache does not know")
     if graph._cpp_bog_done:
         raise Uncacheable("build_operation_graph() already changed its tensors")
-    if graph._barred_names or graph._note_filters or graph._workspace_limit is not None:
-        raise Uncacheable("plan filters are set on the graph; pass them as plancache.Constraints")
     for name in graph._cpp_graph_kwargs.keys() - _KNOWN_OPTIONS:
         raise Uncacheable(f"the graph has an option {name!r} that plancache does not know")
     if "kernel_cache" in graph._cpp_graph_kwargs:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from plancache.plan import Plan
+if TYPE_CHECKING:
+    from plancache.plan import Plan
 
 
 @dataclass
 class Statistics:
     """What a cache did since it was opened.
 
-    `stored` counts builds that a later process will find, `uncacheable` graphs by reason, `faults` cache faults by kind.
+    `stored` counts builds that a later process will find, `uncacheable` graphs by reason, `fell_through` graphs of an intercepted
+    program that went the frontend's own road by reason, `faults` cache faults by kind.
     `live_plans` and `live_bytes` are those in memory now; bytes as they are accounted for, workspaces included.
     """
 
@@ -29,6 +31,7 @@ class Statistics:
     live_plans: int = 0
     live_bytes: int = 0
     uncacheable: Counter[str] = field(default_factory=Counter)
+    fell_through: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -40,7 +43,11 @@ class Statistics:
         """One line."""
         text = f"{self.hits} hits ({self.local_hits} stored, {self.sealed_hits} sealed), {self.builds} builds in {self.build_s:.1f} s"
         text += f", {self.saved_s:.1f} s saved"
-        for name, counted in (("uncacheable", self.uncacheable), ("faults", self.faults)):
+        for name, counted in (
+            ("uncacheable", self.uncacheable),
+            ("left to the frontend", self.fell_through),
+            ("faults", self.faults),
+        ):
             text += f", {sum(counted.values())} {name}" if counted else ""
         return text
 

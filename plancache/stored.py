@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,10 +22,12 @@ from plancache.store.levels import Levels
 from plancache.target import DeviceTarget, Targets
 
 if TYPE_CHECKING:
+    from plancache.carrying import Exported, Imported
     from plancache.listing import Listed
     from plancache.store import database
     from plancache.store.database import Database, Verdict
     from plancache.store.retention import Removal, Removed, Stored
+    from plancache.store.tags import Tagged
 
 
 class Shelf(NamedTuple):
@@ -65,14 +68,30 @@ class StoredPlans:
 
     def shelves(self) -> list[Shelf]:
         """What is stored, as `entries` has it, file by file in the order of look-up."""
-        return [Shelf(level, path, tuple(self._listed(rows))) for level, path, rows in self._levels.listings()]
+        return [Shelf(level, path, tuple(entries)) for level, path, entries in self.listings()]
 
-    def _listed(self, rows: Iterable[database.Listed]) -> Iterator[Listed]:
+    def listings(self) -> Iterator[tuple[str, Path, Iterator[Listed]]]:
+        """The same with the entries one by one, for those who keep none of thousands."""
+        names: dict[bytes, tuple[str, ...]] = {}
+        for tagged in sorted(self.tags(), key=lambda tagged: tagged.tag):
+            names[tagged.key] = tuple(dict.fromkeys((*names.get(tagged.key, ()), tagged.tag)))
+        for level, path, rows in self._levels.listings():
+            yield level, path, self._listed(rows, names)
+
+    def close(self) -> None:
+        """Closes the files that were opened to look into them."""
+        self._levels.close()
+
+    def tags(self) -> list[Tagged]:
+        """Which programs asked for which keys, by the names in their settings (`tag`), file by file."""
+        return self._levels.tags()
+
+    def _listed(self, rows: Iterable[database.Listed], names: Mapping[bytes, tuple[str, ...]]) -> Iterator[Listed]:
         from plancache.listing import Listed
 
         for row in rows:
             try:
-                yield Listed.of(*row[1:])
+                yield Listed.of(*row[1:], digest=row.key, tags=names.get(row.key, ()))
             except CorruptEntryError as error:
                 self._report.fault("corrupt", error)
 
@@ -191,6 +210,33 @@ class StoredPlans:
         for one in removed.entries:
             self._plans.drop(one.key)
         return removed
+
+    def export_bundle(
+        self,
+        path: str | os.PathLike[str],
+        entries: Iterable[PlanKey | Listed | Entry] | None = None,
+        *,
+        doubtful: bool = False,
+        replace: bool = False,
+    ) -> Exported:
+        """Writes a bundle, a sealed file to be carried: of all that is stored, or of some of what `entries` lists.
+
+        What is known to be bad stays out; `doubtful`: what was timed on a busy or throttled GPU comes along. An older bundle
+        is replaced, other files where `replace` says so. Raises `LookupError` where nothing is left, `SealedError`.
+        """
+        from plancache.carrying import Judge, export
+
+        keys = None if entries is None else {(one if isinstance(one, PlanKey) else one.key).digest for one in entries}
+        judge, own = Judge(self._targets), self.settings.database
+        return export(self._levels, Path(path), keys, judge, doubtful=doubtful, replace=replace, own=own)
+
+    def import_bundle(self, path: str | os.PathLike[str], *, dry_run: bool = False) -> Imported:
+        """Merges a bundle into the local store: better entries take the place of lesser ones. Raises `SealedError` for one
+        that is not whole, of which nothing is taken, and `StoreError` where nothing can be stored."""
+        from plancache.carrying import Judge, import_bundle
+
+        judge, max_bytes = Judge(self._targets), self.settings.max_bytes
+        return import_bundle(self._levels, Path(path), judge, max_bytes=max_bytes, dry_run=dry_run)
 
     def verdicts(self) -> list[Verdict]:
         """What is known beside the entries: quarantined rows, unsupported graphs, strikes, denials; oldest first."""

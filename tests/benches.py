@@ -5,7 +5,7 @@ Used by tests and by the processes that they start. What it does is told in `Tun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -67,10 +67,10 @@ class MadeUpBench(FakeBench):
         self.gpu = backend
         backend.benches.append(self)
 
-    def compiling(self) -> int:
+    def compiling(self, _: object) -> int:
         return 0
 
-    def start_compiling(self) -> None: ...
+    def start_compiling(self, _: object) -> None: ...
 
     def set_aside(self) -> None: ...
 
@@ -84,6 +84,10 @@ class MadeUpBench(FakeBench):
             built, started = started.result(), Future()
             started.set_result(replace(built, operands=(1,)))
         return started
+
+    def outputs(self, runnable: Fake, poison: int) -> Mapping[int, Any]:
+        self.gpu.note("outputs", runnable.name)
+        return super().outputs(runnable, poison)
 
     def load(self, built: Built) -> Fake:
         self.gpu.note("load", built.recipe.name)

@@ -17,15 +17,16 @@ PACKAGE = Path(plancache.__file__).parent
 MIGRATIONS = PACKAGE.parent / "migrations"
 
 ORDER = """
-errors settings encoding signature description environment key entry listing capture marks
-store store.place store.connection store.schema store.database store.sealed store.retention store.levels singleflight
-copies backend compiler operands inputs proof conditions autotune workbench target building tuner kernels
-plan memory statistics events stored loaded cache graphs
-intercept startup cli pytest_plugin __main__
+hook errors settings encoding signature description outline environment key entry listing words jsonform manifest recording capture marks
+store store.place store.connection store.schema store.tags store.database store.sealed store.retention store.levels singleflight
+copies executable backend children compiler operands inputs proof conditions jury autotune workbench target
+building jobs tuner isolated explaining checking warming kernels
+plan memory statistics events carrying stored loaded built served cache graphs
+course standin intercept starting launcher.sitecustomize cli pytest_plugin __main__
 """.split()
 """A module imports only from those before it (CONTRIBUTING.md); those of one package may import one another."""
 
-MAY_IMPORT_CUDNN = {"backend", "environment", "graphs", "intercept"}
+MAY_IMPORT_CUDNN = {"backend", "course", "environment", "executable", "graphs"}
 HEAVY = ("cudnn", "torch", "numpy", "sqlalchemy", "alembic", "zstandard", "filelock", "platformdirs")
 AT_MODULE_LEVEL = {"store.schema": {"sqlalchemy"}}
 

@@ -18,11 +18,11 @@ import pytest
 pytest.importorskip("cudnn")
 
 from plancache import Device
-from plancache.cli import COMMANDS, main, tables
+from plancache.cli import COMMANDS, command, main, tables
 from plancache.cli.libraries import search
 from plancache.cli.machine import driver_library
 from plancache.cli.warm import first_line
-from plancache.environment import version_text
+from plancache.environment import cuda_version, version_text
 from plancache.errors import DeviceError
 from plancache.settings import Settings
 from plancache.store.connection import HEAD
@@ -150,10 +150,16 @@ def is_one_line(text: str) -> bool:
 def test_without_a_command_it_prints_help_and_exits_with_2(run: Run) -> None:
     result = run()
     assert result.code == 2 and result.out == ""
-    assert all(command.name in result.err and command.summary[:30] in result.err for command in COMMANDS)
+    assert all(name in result.err and command(name).summary[:30] in result.err for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_named_as_it_is_called(name: str) -> None:
+    """The table that commands are imported by and what they say of themselves agree."""
+    assert command(name).name == name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example_of_it(run: Run, command: str) -> None:
     result = run(command, "--help")
     assert result.code == 0
@@ -631,7 +637,7 @@ def test_a_table_is_aligned_and_gives_way_in_one_column_only() -> None:
         (tables.duration(200_000), "2 d"),
         (version_text(91900), "9.19.0"),
         (version_text(90101), "9.1.1"),
-        (tables.cuda_version(12080), "12.8"),
+        (cuda_version(12080), "12.8"),
         (tables.engine("eng7_k24=21"), "eng7"),
         (tables.engine("eng0"), "eng0"),
         (tables.engine("frost_sdpa"), "frost_sdpa"),

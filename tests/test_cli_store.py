@@ -107,7 +107,7 @@ def verdicts(run: Run, *kind: str) -> list[dict[str, Any]]:
 # ---- all commands ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_80_columns(run: Run, command: str) -> None:
     """Help is read in a terminal of the usual width."""
     out = run(command, "--help").out
@@ -199,7 +199,8 @@ def test_stats_sums_up_what_is_stored_and_what_it_saved(run: Run, file: Path) ->
     shown = json.loads(run("stats", "--json").out)
     assert (shown["entries"], shown["hits"], shown["qualities"]) == (PLANS, 8, {"heuristic": PLANS})
     assert shown["build_s"] == pytest.approx(sum(BUILD_S)) and shown["saved_s"] == 8 * 0.75
-    assert shown["devices"] == [{"device": "NVIDIA H200", "cudnn_version": 91900, "entries": PLANS}]
+    assert [(row["device"], row["driver_version"]) for row in shown["environments"]] == [("NVIDIA H200", 13000 + n) for n in range(PLANS)]
+    assert shown["environments"][1]["saved_s"] == 8 * 0.75 and shown["tags"] == []
     assert shown["verdicts"] == {"struck": 1} and shown["damaged_file"] == {"path": f"{file}.damaged", "bytes": 1234}
     text = run("stats").out
     assert "8, which saved 6.0 s of building" in text and "1 struck" in text and "1.23 kB" in text and "2.00 GB at most (default)" in text
@@ -433,7 +434,7 @@ def test_purge_of_a_damaged_database_puts_it_aside_and_removes_it(run: Run, file
 
 def test_upgrade_says_from_and_to_and_that_there_is_nothing_to_do(run: Run, cache_dir: Path, file: Path) -> None:
     """A file of the first revision is brought to this version's, with its plans."""
-    for name in ("verdicts", "compatibility"):
+    for name in ("verdicts", "compatibility", "tags"):
         change(file, f"DROP TABLE {name}")
     change(file, "UPDATE alembic_version SET version_num = '0001_entries'")
     assert f"from 0001_entries to {HEAD}" in run("upgrade").out and len(stored(run)) == PLANS

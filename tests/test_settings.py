@@ -29,6 +29,8 @@ def test_arguments_come_before_the_environment_and_both_before_defaults(tmp_path
         ("PLANCACHE_LOCK_TIMEOUT_S", "-1", "0 or more"),
         ("PLANCACHE_LOCK_TIMEOUT_S", "inf", "finite"),
         ("PLANCACHE_DIR", "relative/path", "absolute"),
+        ("PLANCACHE_TAG", " serve", "printable characters, without blanks around"),
+        ("PLANCACHE_TAG", "x" * 101, "1 to 100"),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value_and_what_it_may_be(variable, value, says):
@@ -37,6 +39,13 @@ def test_a_bad_variable_is_named_with_its_value_and_what_it_may_be(variable, val
         Settings.load({variable: value})
     assert variable in str(caught.value)
     assert value in str(caught.value)
+
+
+@pytest.mark.parametrize("tag", ["", 7, b"serve", "two\nlines", " serve", "x" * 101])
+def test_a_tag_that_is_no_name_is_refused(tmp_path, tag):
+    """It is shown in tables and given on command lines."""
+    with pytest.raises(SettingsError, match="tag must be a short printable name"):
+        PlanCache(tmp_path, tag=tag)
 
 
 def test_an_unknown_setting_is_refused(tmp_path):

@@ -14,9 +14,9 @@ from pathlib import Path
 from plancache import __version__
 from plancache.cli.libraries import places, search
 from plancache.cli.report import Report
-from plancache.cli.tables import cuda_version, size
+from plancache.cli.tables import size
 from plancache.cli.target import SHIPPED, shipped_devices
-from plancache.environment import FRONTENDS, Device, Libraries, build_id, loaded_or_near, mapped_libraries, version_text
+from plancache.environment import FRONTENDS, Device, Libraries, build_id, cuda_version, loaded_or_near, mapped_libraries, version_text
 from plancache.errors import CompilerError, DeviceError, LibraryError
 
 _CUDNN = r"libcudnn\.so(\.\d+)*"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from plancache.cli import trials
-from plancache.cli.command import Command, nothing_stored, print_json, settings_to_look
+from plancache.cli.command import Command, nothing_stored, print_json, settings_to_look, uncollected
 from plancache.cli.graph import operations, print_graph, tensors
-from plancache.cli.tables import count, cuda_version, duration, milliseconds, pairs, shorten, size, table
-from plancache.environment import version_text
+from plancache.cli.tables import count, duration, milliseconds, pairs, shorten, size, table
+from plancache.environment import cuda_version, version_text
 
 if TYPE_CHECKING:
     from plancache.entry import Entry
-from plancache.listing import Listed
+    from plancache.listing import Listed
+    from plancache.store.tags import Tagged
 
 _QUALITIES = {
     "compiled": "compiled (built without a GPU, by the heuristics' choice)",
@@ -32,21 +35,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from plancache.cache import PlanCache
+    from plancache.stored import StoredPlans
 
     settings = settings_to_look(args)
-    with PlanCache(settings=settings) as cache:
-        entries = cache.entries()
+    with closing(StoredPlans(settings, None, None)) as plans, uncollected():
+        entries = plans.entries()
         if not entries:
             raise LookupError(f"{nothing_stored(settings)}; --cache-dir names another directory")
-        entry = cache.entry(args.key)
-        listed = next((listed for listed in entries if listed.key.digest == entry.key.digest), None)
+        entry = plans.entry(args.key)
+        listed = next((listed for listed in entries if listed.key == entry.key), None)
+        tagged = [tagged for tagged in plans.tags() if tagged.key == entry.key.digest]
     if listed is None:
         raise LookupError(f"plan {entry.key.hex[:16]} is stored under a key that is not its own; 'plancache verify' says more")
     if args.json:
         print_json(_facts(entry, listed))
     else:
-        _print(entry, listed, everything=args.all)
+        _print(entry, listed, tagged, everything=args.all)
     return 0
 
 
@@ -78,7 +82,7 @@ def _value(name: str, preimage: bytes) -> Any:
 # ---- for people
 
 
-def _print(entry: Entry, listed: Listed, *, everything: bool) -> None:
+def _print(entry: Entry, listed: Listed, tagged: Sequence[Tagged], *, everything: bool) -> None:
     fact = listed.to_dict()
     print(pairs([("key", entry.key.hex), ("graph", fact["graph"])], indent=""))
     print_graph(entry)
@@ -87,7 +91,7 @@ def _print(entry: Entry, listed: Listed, *, everything: bool) -> None:
         _section("knobs", [(name, str(value)) for name, value in entry.recipe.knobs.items()])
     if entry.requirements:
         _section("requirements", list(entry.requirements.items()))
-    _section("history", _history(entry, fact))
+    _section("history", _history(entry, fact) + _programs(tagged))
     _print_components(entry, fact)
     if entry.trials:
         _section("tuning", [("date", _moment(entry.created_at)), *trials.conditions(entry.conditions)])
@@ -119,6 +123,13 @@ def _history(entry: Entry, fact: dict[str, Any]) -> list[tuple[str, str]]:
     last = "" if fact["last_used_at"] is None else f", last {_moment(fact['last_used_at'])}"
     made_by = [f"{name} {_version(name, value)}" for name, value in entry.provenance.items()]
     return [("built", f"{_moment(entry.created_at)} by {', '.join(made_by)}"), ("hits", f"{fact['hits']}{last}")]
+
+
+def _programs(tagged: Sequence[Tagged]) -> list[tuple[str, str]]:
+    """Which programs asked for it, a line each, the last one first."""
+    ordered = sorted(tagged, key=lambda one: -one.last_used_at)
+    lines = [f"{one.tag}: {count(one.hits, 'hit')}, last {_moment(one.last_used_at)}" for one in ordered]
+    return [("" if index else "programs", line) for index, line in enumerate(lines)]
 
 
 def _version(name: str, value: Any) -> str:
