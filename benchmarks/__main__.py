@@ -10,7 +10,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from benchmarks import anywhere, running, startup, store, tuning
+from benchmarks import anywhere, pytorch, running, serving, startup, store, tuning
 from benchmarks.report import Figure, print_table
 
 
@@ -18,7 +18,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds a figure is the median of (default 7)")
-    parser.add_argument("--only", choices=("anywhere", "store", "running", "startup", "tuning"), help="one group of figures")
+    parser.add_argument(
+        "--only", choices=("anywhere", "store", "running", "startup", "serving", "tuning", "pytorch"), help="one group of figures"
+    )
     parser.add_argument(
         "--entries", type=int, default=store.ENTRIES, help="size of the large store (default 100,000: 2.8 GB on disk, some minutes)"
     )
@@ -30,7 +32,13 @@ def main() -> int:
     groups = {"anywhere": anywhere.measure, "store": partial(store.measure, entries=arguments.entries)}
     try:
         device = Device.current().model
-        groups |= {"running": running.measure, "startup": startup.measure, "tuning": tuning.measure}
+        groups |= {
+            "running": running.measure,
+            "startup": startup.measure,
+            "serving": serving.measure,
+            "tuning": tuning.measure,
+            "pytorch": pytorch.measure,
+        }
     except DeviceError:
         device = "no GPU"
     figures: list[Figure] = []

@@ -27,10 +27,12 @@ GRADIENTS = ((64, 64, 56, 3, 1), (256, 256, 14, 3, 1))
 
 
 class Case(NamedTuple):
-    """A graph and its name; an example of `plancache.graphs`, or a bare graph whose inputs are made from its tensors."""
+    """A graph and its name. `example`: of `plancache.graphs`, where it is one; else `gradient` says what it is."""
 
     name: str
     graph: Any
+    example: Any = None
+    gradient: tuple[Any, ...] = ()
 
 
 def cases() -> Iterator[Case]:
@@ -38,7 +40,7 @@ def cases() -> Iterator[Case]:
     from plancache import graphs
 
     for example in graphs.examples():
-        yield Case(example.name, example.graph)
+        yield Case(example.name, example.graph, example)
     for channels, out, extent, taps, stride in RESNET50:
         example = graphs.conv_bias_relu(
             batch=BATCH,
@@ -52,20 +54,20 @@ def cases() -> Iterator[Case]:
             stride=stride,
             data_type="HALF",
         )
-        yield Case(example.name, example.graph)
+        yield Case(example.name, example.graph, example)
     for kind in ("dgrad", "wgrad"):
         for shape in GRADIENTS:
             yield gradient(kind, *shape)
     for rows, n, k, activation in ((4096, 3072, 768, "gelu"), (4096, 768, 3072, "identity"), (8192, 4096, 1024, "swish")):
         example = graphs.matmul_scale_bias_activation(batch=1, m=rows, n=n, k=k, activation=activation, transpose_b=True)
-        yield Case(example.name, example.graph)
+        yield Case(example.name, example.graph, example)
     for length, heads in ((256, 16), (2048, 16), (4096, 8)):
         example = graphs.sdpa(batch=2, heads=heads, sequence_length=length, head_dim=128)
-        yield Case(example.name, example.graph)
+        yield Case(example.name, example.graph, example)
     for example in (graphs.layer_norm(rows=4096, features=4096), graphs.rms_norm(rows=16384, features=2048, training=True)):
-        yield Case(example.name, example.graph)
+        yield Case(example.name, example.graph, example)
     example = graphs.fp8_matmul(batch=1, m=4096, n=4096, k=4096)
-    yield Case(example.name, example.graph)
+    yield Case(example.name, example.graph, example)
 
 
 def gradient(kind: str, channels: int, out: int, extent: int, taps: int, stride: int) -> Case:
@@ -83,7 +85,8 @@ def gradient(kind: str, channels: int, out: int, extent: int, taps: int, stride:
     else:
         result, dim = graph.conv_wgrad(image=_tensor(graph, "x", image), loss=dy, **window), filters
     result.set_output(True).set_dim(dim).set_stride(_channels_last(dim))
-    return Case(f"conv_{kind}-{'x'.join(map(str, image))}-{'x'.join(map(str, filters))}-s{stride}-half", graph)
+    name = f"conv_{kind}-{'x'.join(map(str, image))}-{'x'.join(map(str, filters))}-s{stride}-half"
+    return Case(name, graph, gradient=(kind, image, filters, response, stride, padding))
 
 
 def _tensor(graph: Any, name: str, dim: tuple[int, int, int, int]) -> Any:
