@@ -66,7 +66,7 @@ def build(
         if not target.unknown and not target.backend.is_of_the_device(error):
             levels.record("unsupported" if here else WITHOUT_GPU, key.digest, str(error))
         raise
-    denied = denials_of(levels, key, target)
+    denied = denials_of(levels, key)
     reason = denied(built.recipe)
     if reason is not None:
         with levels.mark(key.digest, "build") if here else nullcontext():
@@ -100,26 +100,27 @@ def _another(
                 continue
             _log.info("%s is denied (%s); built %s in its place", first.recipe.name, reason, candidate.name)
             return built
-    raise DeniedError(key.hex, first.recipe.name, reason, denial(key, target, first.recipe).hex())
+    raise DeniedError(key.hex, first.recipe.name, reason, denial(key, first.recipe).hex())
 
 
 # ---- what was shown wrong
 
 
-def denials_of(levels: Levels, key: PlanKey, target: DeviceTarget) -> Callable[[Candidate], str | None]:
+def denials_of(levels: Levels, key: PlanKey) -> Callable[[Candidate], str | None]:
     """Says of a candidate for this key why it is denied, or None."""
     denials = levels.denials()
     if not denials:  # as nearly always, and then no digest is made
         return lambda _: None
-    return lambda candidate: denials.get(denial(key, target, candidate))
+    return lambda candidate: denials.get(denial(key, candidate))
 
 
-def denial(key: PlanKey, target: DeviceTarget, candidate: Candidate) -> bytes:
+def denial(key: PlanKey, candidate: Candidate) -> bytes:
     """Under what a candidate is denied or struck: the graph's family, cuDNN's version, compute capability, engine and knobs."""
+    cudnn, device = (json.loads(key.components[name]) for name in ("cudnn", "device"))
     parts = [
         _family(key.components["signature"]),
-        target.backend.libraries.cudnn_version,
-        target.device.sm_version,
+        cudnn["version"],
+        device["deviceVer"] // 10,
         candidate.engine if candidate.engine >= 0 else candidate.name,  # some engines have no number of their own
         sorted(candidate.knobs.items()),
     ]

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from plancache.entry import FORMAT, MALFORMED, QUALITIES, Entry, Row, decode_facts, split_preimage, unpack, usable
 from plancache.environment import result_changing_variables
@@ -165,21 +164,13 @@ def _flaw(entry: Entry, row: Row, *, bad: Container[tuple[bytes, bytes]], denied
     """Why a row is not good to be carried, or nothing."""
     if (row.key, row.checksum) in bad:
         return "quarantined or struck"
-    if denied and _denial(entry) in denied:
+    from plancache.building import denial
+
+    if denied and denial(entry.key, entry.recipe) in denied:
         return "denied"
     if not doubtful and entry.conditions.get("quiet") is False:
         return DOUBTFUL
     return ""
-
-
-def _denial(entry: Entry) -> bytes:
-    """Under what an entry's engine is denied. As much of a device as that depends on is in the entry's own key."""
-    from plancache.building import denial
-
-    cudnn, device = (json.loads(entry.key.components[name]) for name in ("cudnn", "device"))
-    libraries = SimpleNamespace(cudnn_version=cudnn["version"])
-    target = SimpleNamespace(backend=SimpleNamespace(libraries=libraries), device=SimpleNamespace(sm_version=device["deviceVer"] // 10))
-    return denial(entry.key, cast("DeviceTarget", target), entry.recipe)
 
 
 def _left(left_out: Mapping[bytes, str]) -> str:

@@ -158,7 +158,7 @@ class Checker:
         if self._denials:
             recipes = [*filter(None, [wanted.recipe]), *(recipe for _, facts in near for recipe in _recipe(facts))]
             for recipe in recipes:
-                reason = self._denials.get(denial(key, self._target, recipe))
+                reason = self._denials.get(denial(key, recipe))
                 if reason is not None:
                     yield "denied", reason
 

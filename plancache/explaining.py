@@ -234,7 +234,7 @@ class Explainer:
         with suppress(CorruptEntryError):
             listed = Listed.of(*one.row[1:])
             fact = listed.to_dict()
-            denied = denials_of(self._levels, key, self._target)(listed.recipe) if likeness in ("graph", "family") else None
+            denied = denials_of(self._levels, key)(listed.recipe) if likeness in ("graph", "family") else None
         differences = contrasts(key, one.key)
         engine, quality = fact.get("engine"), fact.get("quality")
         return Nearest(one.digest.hex(), one.level, _summary(one.key), engine, quality, likeness, differences, denied)

@@ -78,7 +78,7 @@ class LoadedPlans(StoredPlans):
         if reason is None and self._levels.has_suspects and entry.quality != "tuned":  # those were compared on this very graph
             from plancache.building import denial  # nearly never: on the way to a hit
 
-            reason = self._levels.denied(denial(entry.key, target, entry.recipe))
+            reason = self._levels.denied(denial(entry.key, entry.recipe))
         return reason
 
     def _remembered(self, key: PlanKey, target: DeviceTarget) -> tuple[Loaded, str] | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("plancache.startup")
 
 
-@dataclass
+@dataclass(eq=False)  # two of one name may run
 class Startup:
     """One start-up. `manifest`: the file that holds what the program asks for; the numbers are known at the end of the block."""
 

@@ -227,7 +227,7 @@ class Tuner:
             singly=self._isolation is not None,
         )
         for one in race.contestants:
-            if self._isolation and denial(job.key, self._target, one.candidate) in self._isolation.fallen:
+            if self._isolation and denial(job.key, one.candidate) in self._isolation.fallen:
                 one.result = "failed"
         race.screen()
         return race
@@ -235,7 +235,7 @@ class Tuner:
     @contextmanager
     def _at_risk(self, step: str, job: Job, candidates: Sequence[Candidate]) -> Iterator[None]:
         """While something is done that this process may not outlive. Of several nobody could tell which one it was."""
-        digests = {denial(job.key, self._target, candidate): candidate.name for candidate in candidates}
+        digests = {denial(job.key, candidate): candidate.name for candidate in candidates}
         with ExitStack() as stack:
             if len(digests) == 1:
                 stack.enter_context(self._levels.mark(next(iter(digests)), "build" if step == "build" else "load"))
@@ -331,7 +331,7 @@ class Tuner:
         wrong = outcome.heuristic if outcome.heuristic_is_wrong else None
         name, reason = (wrong.candidate.name, wrong.reason) if wrong is not None else ("", "")
         if wrong is None and heuristic is not None:
-            name, reason = heuristic.engine, self._denied.get(denial(job.key, self._target, heuristic.recipe), "")
+            name, reason = heuristic.engine, self._denied.get(denial(job.key, heuristic.recipe), "")
         if reason:
             self._levels.forget(job.key.digest, reason)
             raise ProofError(job.key.hex, f"the heuristic's plan {name}: {reason}")
@@ -352,7 +352,7 @@ class Tuner:
         fallen = self._isolation.fallen if self._isolation is not None else {}
         if not (self._denied or self._struck or fallen):  # as nearly always, and then no digest is made
             return None
-        digest = denial(job.key, self._target, candidate)
+        digest = denial(job.key, candidate)
         found = fallen.get(digest) or self._denied.get(digest)
         verdict = self._struck.get(digest)
         if found is None and verdict is not None:
@@ -365,14 +365,14 @@ class Tuner:
         """Records what was shown wrong, and what hung in a child that compiled it."""
         summary = decode(job.key.components["signature"]).summary if outcome.wrong else ""
         for one in outcome.wrong:
-            digest, reason = denial(job.key, self._target, one.candidate), f"{one.candidate.name}, {summary}: {one.reason}"
+            digest, reason = denial(job.key, one.candidate), f"{one.candidate.name}, {summary}: {one.reason}"
             _log.warning("%s is denied for graphs like %s: %s", one.candidate.name, summary, one.reason)
             self._denied[digest] = reason
             self._levels.record("denied", digest, reason)
         for one in outcome.contestants:
             if one.hung:
                 one.reason = hung("build", self._tuning.candidate_limit_s)
-                self._levels.record("struck", denial(job.key, self._target, one.candidate), one.reason, count=STRIKES)
+                self._levels.record("struck", denial(job.key, one.candidate), one.reason, count=STRIKES)
 
 
 def _stands(replayed: str | None, outcome: Outcome) -> bool:

@@ -328,6 +328,119 @@ def mended(graphs: Graphs) -> Iterator[Any]:
     yield built(graph, product)
 
 
+def _told(call: Callable[[], Any]) -> str:
+    """What a call raises; nothing where it raises nothing."""
+    try:
+        call()
+    except Exception as error:  # whatever the frontend raises is what is compared
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@road
+def frozen_when_validated(graphs: Graphs) -> Iterator[Any]:
+    """At once, or later where the family has a validator of its own."""
+    for graph, tensor in (graphs.convolution(), graphs.norm(), graphs.attention()):
+        graph.validate()
+        yield graph._frozen, _told(lambda tensor=tensor: tensor.set_uid(77)), hasattr(graph, "get_engine_count")
+        graph.build_operation_graph()
+        yield graph._frozen, graph._cpp_bog_done
+        graph.build()
+        yield built(graph, tensor)
+
+
+@road
+def changed_and_no_longer_valid(graphs: Graphs) -> Iterator[Any]:
+    graph, o = graphs.attention()
+    graph.validate()
+    o.set_dim([4, 4, 128, 64])
+    yield _told(graph.validate), _told(graph.build_operation_graph), _told(graph.create_execution_plans)
+
+
+@road
+def changed_and_then_lowered(graphs: Graphs) -> Iterator[Any]:
+    """The plans are those of the graph as it was lowered, not as it was validated before."""
+    graph, o = graphs.attention()
+    graph.validate()
+    o.set_stride([128 * 256, 128 * 64, 64, 1])
+    graph.check_support()
+    yield graph._is_validated, graph._frozen
+    graph.create_execution_plans()
+    graph.build_plans()
+    yield built(graph, o), planned(graph)
+
+
+@road
+def supported_under_filters(graphs: Graphs) -> Iterator[Any]:
+    """A filter that leaves nothing is told by the step that told it; before, after, and once a plan is built."""
+    for when in range(3):
+        graph = graphs.convolution()[0]
+        if when == 0:
+            graph.deselect_engines(["eng"])
+        _steps(graphs, graph)
+        if when == 2:
+            graph.build_plans()
+        graph.deselect_engines(["eng"])
+        yield _told(graph.check_support), _told(graph.build_plans), graph._is_built
+
+
+@road
+def a_limit_and_the_own_road(graphs: Graphs) -> Iterator[Any]:
+    """A workspace limit is kept where the graph leaves after it was set; one that the frontend forgets is forgotten."""
+    for early in (True, False):
+        graph = graphs.convolution()[0]
+        if early:
+            graph.deselect_workspace_greater_than(-1)
+        graph.validate()
+        graph.build_operation_graph()
+        if not early:
+            graph.deselect_workspace_greater_than(-1)
+            graph.get_engine_count()
+        graph.create_execution_plans()
+        yield _told(graph.check_support), _told(graph.build_plans), graph._is_built
+
+
+@road
+def barred_after_it_was_built(graphs: Graphs) -> Iterator[Any]:
+    """What was built stays so when the graph leaves, and what was given up for another choice does not come back."""
+    notes = list(graphs.cudnn.numerical_note.__members__.values())
+    graph = _steps(graphs, graphs.convolution()[0])
+    graph.build_plans()
+    graph.deselect_numeric_notes(notes)
+    graph.create_execution_plan(7, {})
+    yield built(graph), graph.get_execution_plan_count()
+    graph = _steps(graphs, graphs.convolution()[0])
+    graph.build_plans()
+    graph.select_plan(1)
+    graph.get_engine_count()
+    yield graph._is_built, _told(graph.get_workspace_size)
+
+
+@road
+def backend_plans_first(graphs: Graphs) -> Iterator[Any]:
+    """They are asked for once: what is planned with later does not count."""
+    graph = graphs.convolution()[0]
+    graph.validate()
+    yield len(graph.backend_plan_entries())
+    graph.create_execution_plans(_modes(graphs, "B"))
+    graph.build_plans()
+    yield built(graph), planned(graph)
+
+
+@road
+def extents_cannot_be_changed_after(graphs: Graphs) -> Iterator[Any]:
+    """They are tuples once a graph is frozen, on whatever road."""
+    for make in (graphs.convolution, graphs.norm):
+        graph = make()[0]
+        graph.validate()
+        graph.build_operation_graph()
+        graph.key()
+        yield [(type(tensor.dim).__name__, type(tensor.stride).__name__) for tensor in graph._tensor_by_uid.values()]
+        graph = _steps(graphs, make()[0])
+        graph.get_engine_count()
+        yield [(type(tensor.dim).__name__, type(tensor.stride).__name__) for tensor in graph._tensor_by_uid.values()]
+
+
 @road
 def changed_after_it_was_validated(graphs: Graphs) -> Iterator[Any]:
     graph, o = graphs.attention()

@@ -24,8 +24,8 @@ from faking import finish, start
 from samples import make_entry, matmul
 from test_place import may_mount
 
-from plancache import building
 from plancache import carrying as module
+from plancache.building import denial
 from plancache.cache import PlanCache
 from plancache.carrying import DOUBTFUL, Exported, Imported
 from plancache.cli import main
@@ -225,7 +225,7 @@ def unfit(request: pytest.FixtureRequest, folder: Path) -> str:
         odd = numbered(2, quality="tuned", recipe=Candidate("eng9_k1=1", 9, {"K1": 1}))
         stored_in(folder, odd)
         with closing(Database(folder / "plans-1.sqlite3", lock_timeout_s=20)) as database:
-            database.record(Verdict("denied", module._denial(odd), b"", "eng9 was shown wrong", 1, 1.0))
+            database.record(Verdict("denied", denial(odd.key, odd.recipe), b"", "eng9 was shown wrong", 1, 1.0))
     elif kind == "damaged":
         sql(folder / "plans-1.sqlite3", "UPDATE entries SET payload = x'00' WHERE key = ?", values=(entry.key.digest,))
     else:
@@ -270,15 +270,6 @@ def test_one_strike_leaves_nothing_out(folder: Path, bundle: Path) -> None:
     """As a look-up does: a process may have ended for another reason."""
     record(folder, "struck", numbered(2), "load: process 1 died")
     assert export(folder, bundle).entries == PLANS
-
-
-def test_a_denial_is_found_under_what_tuning_notes_it(device: Device) -> None:
-    """Cache and export make the same digest of an engine, the one with the device at hand, the other from the key alone."""
-    target = DeviceTarget(device)
-    key = PlanKey((signature("relu"), *target.place, b"{}", b"{}"))
-    for candidate in (Candidate("eng7_k1=2", 7, {"K1": 2}), Candidate("a Python engine", -1, {})):
-        assert module._denial(numbered(0, key=key, recipe=candidate)) == building.denial(key, target, candidate)
-    target.close()
 
 
 @pytest.mark.parametrize("conditions", [{}, BUSY])

@@ -215,12 +215,11 @@ def test_an_unsupported_graph_of_a_device_file_is_told(device: Device, tmp_path:
 
 def test_a_recipe_that_was_denied_since_is_told(cache: PlanCache) -> None:
     """The one that the manifest lays down, or that was chosen for this graph in another environment."""
-    target = cache._targets.current()
     recipe, other = Candidate("eng9", 9, {}), make_entry().recipe
     locked, moved = wanted(recipe=recipe), wanted(8)
     store(cache, moved, {"driver": b"12080"})
     for one, candidate in ((locked, recipe), (moved, other)):
-        cache._levels.record("denied", denial(key_of(cache, one), target, candidate), f"{candidate.name}: wrong")
+        cache._levels.record("denied", denial(key_of(cache, one), candidate), f"{candidate.name}: wrong")
     assert {one.reason for one in check_of(cache, locked, moved)} == {"eng9: wrong", f"{other.name}: wrong"}
     assert {one.state for one in check_of(cache, locked, moved)} == {"denied"}
 

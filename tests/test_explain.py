@@ -339,7 +339,7 @@ def test_a_verdict_on_the_key_is_told_where_it_counts(cache_dir: Path, device: D
 def test_a_denied_engine_of_the_nearest_plan_is_told(directory: Path, device: Device, entry: Entry) -> None:
     """Its graph would be built with another one."""
     with PlanCache(directory, device=device) as cache:
-        cache._levels.record("denied", denial(entry.key, cache._targets.current(), entry.recipe), "it was wrong")
+        cache._levels.record("denied", denial(entry.key, entry.recipe), "it was wrong")
         near = cache.explain(convolution(), constraints=Constraints(deterministic=True)).nearest
     assert near is not None and near.denied == "it was wrong"
 

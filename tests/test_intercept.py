@@ -73,6 +73,12 @@ LEFT = {
     "other_plans_notes": "another plan's notes are asked for",
     "serialized": "serialize() is called",
     "keys_and_texts": "key() is called",
+    "changed_and_then_lowered": "already changed its tensors",
+    "supported_under_filters": "no plan passes its filters",
+    "a_limit_and_the_own_road": "get_engine_count() is called",
+    "barred_after_it_was_built": "a plan is added",
+    "backend_plans_first": "create_execution_plans() is called",
+    "extents_cannot_be_changed_after": "key() is called",
     "filters": "a workspace limit that is set before validate()",
     "nothing_to_plan": "the graph is empty",
     "late_flag": "a flag that was set late",
@@ -80,7 +86,7 @@ LEFT = {
 }
 """Roads on which some graph goes the frontend's own, and why."""
 
-REFUSED = {"refused_when_validated", "dims_that_do_not_fit", "nothing_to_plan"}
+REFUSED = {"refused_when_validated", "changed_and_no_longer_valid", "dims_that_do_not_fit", "nothing_to_plan"}
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -313,3 +319,55 @@ def test_a_refused_blob_is_built_anew(tmp_path: Path) -> None:
             print(graph.get_workspace_size(), cache.statistics().builds, dict(cache.statistics().faults))
     """
     assert in_child(tmp_path, script).split(maxsplit=2) == ["0", "1", "{'load': 1}\n"]
+
+
+def test_a_block_ends_well_where_it_was_uninstalled(tmp_path: Path) -> None:
+    """`installed` serves from its own cache and ends without a word, whoever uninstalled it meanwhile."""
+    script = f"""
+        cache = opened({str(tmp_path / "cache")!r})
+        with plancache.installed(cache):
+            plancache.uninstall()
+            roads.Graphs().convolution()[0].build()
+        print(cache.statistics().builds)
+    """
+    assert in_child(tmp_path, script).split() == ["0"]
+
+
+def test_a_strict_cache_raises_its_faults(tmp_path: Path) -> None:
+    """One that cannot store says so, and builds nothing by the frontend's own road; one that is not strict goes on."""
+    script = f"""
+        import warnings
+        warnings.simplefilter("ignore", plancache.errors.PlancacheWarning)
+        graphs = roads.Graphs()
+        for strict in (True, False):
+            with plancache.PlanCache({str(tmp_path / "cache")!r}, device=roads.DEVICE, strict=strict) as cache, plancache.installed(cache):
+                def put(*_, **__):
+                    raise plancache.errors.StoreError("the disk is full")
+                cache._levels.put = put
+                try:
+                    graphs.convolution()[0].build()
+                except plancache.errors.StoreError as error:
+                    print(error)
+                print(cache.statistics().builds, dict(cache.statistics().faults), dict(cache.statistics().fell_through))
+    """
+    lines = in_child(tmp_path, script).splitlines()
+    assert lines == ["the disk is full", "1 {'write': 1} {}", "1 {'write': 1} {}"]
+
+
+def test_a_graph_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    """Whatever the reason, and only where the frontend takes the graph."""
+    script = f"""
+        graphs = roads.Graphs()
+        with opened({str(tmp_path / "cache")!r}) as cache, plancache.installed(cache):
+            def request(*_):
+                raise RuntimeError("no such device")
+            cache.request = request
+            graphs.convolution()[0].build()
+            graph = graphs.empty()
+            graph.matmul(graph.tensor([8, 16, 32]), graph.tensor([8, 33, 64]))
+            try:
+                graph.validate()
+            except ValueError:
+                print(dict(cache.statistics().fell_through))
+    """
+    assert in_child(tmp_path, script) == "{'it cannot be read: no such device': 1}\n"

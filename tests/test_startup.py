@@ -98,6 +98,18 @@ def test_one_start_within_another_shares_its_cache(tmp_path: Path) -> None:
     assert [len(Manifest.read(one.manifest).graphs) for one in (outer, inner)] == [2, 1]
 
 
+def test_starts_of_one_name_end_each_for_itself(tmp_path: Path) -> None:
+    """One within the other, as threads may have it: the inner one's end is not the outer one's."""
+    cache, _ = opened_on_gpu(tmp_path / "cache", strict=True)
+    with cache, startup("serve", cache=cache) as outer:
+        with startup("serve") as inner:
+            cache.plan(product(1))
+        with startup("other") as after:
+            cache.plan(product(2))
+    assert inner.cache is after.cache is outer.cache
+    assert (outer.built, inner.built, after.built) == (2, 1, 1)
+
+
 def test_what_was_fetched_ahead_answers_without_the_file(tmp_path: Path) -> None:
     """Rows that go after they were fetched are hits all the same, once; and what another program asked for is not fetched."""
     for tag, size in (("serve", 1), ("serve", 2), ("other", 3)):
@@ -191,6 +203,16 @@ def test_a_program_runs_through_the_cache_unchanged(program: Path) -> None:
         assert len({line.split()[0] for line in done.stdout.splitlines()}) == 2
         assert done.stderr.count("1 hits (1 stored, 0 sealed), 0 builds") == (1 if builds.startswith("0") else 2)
         assert builds in done.stderr
+
+
+def test_a_broken_sitecustomize_is_no_hindrance(program: Path) -> None:
+    """Python says what is wrong with it, as ever, and the program goes through the cache."""
+    own = program.parent / "site" / "sitecustomize.py"
+    own.write_text(own.read_text() + 'raise RuntimeError("broken")\n')
+    done = launched(program, "run", "--", sys.executable, str(program))
+    assert done.returncode == 0, done.stderr
+    assert "RuntimeError: broken" in done.stderr
+    assert "1 builds" in done.stderr
 
 
 def test_a_programs_graphs_are_recorded(program: Path) -> None:

@@ -49,7 +49,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stored(cache: PlanCache) -> list[tuple[str, str]]:
     """Quality and engine of all that is stored."""
-    return [(listed.facts["quality"], listed.facts["recipe"][0]) for listed in cache.entries()]
+    return [(listed.facts["quality"], listed.recipe.name) for listed in cache.entries()]
 
 
 def reasons(entry: Entry | None) -> dict[str, tuple[str, str]]:
@@ -444,7 +444,7 @@ def test_without_a_gpu_a_denied_choice_is_an_error_with_its_cure(tmp_path: Path,
     with PlanCache(tmp_path, device=device, strict=True) as cache:
         entry = cache.plan(convolution()).entry
         assert entry is not None
-        digest = denial(entry.key, cache._targets.current(), entry.recipe)
+        digest = denial(entry.key, entry.recipe)
         cache._levels.record("denied", digest, "shown wrong")
         with pytest.raises(DeniedError, match=f"{entry.recipe.name} is denied .*rm --verdicts {digest.hex()[:16]}"):
             cache.plan(convolution(), refresh=True)
