@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from plancache.building import WITHOUT_GPU, denial
@@ -16,6 +15,7 @@ from plancache.entry import MALFORMED, Candidate, decode_facts, split_preimage, 
 from plancache.environment import load_frontend
 from plancache.errors import CorruptEntryError
 from plancache.key import PlanKey, make_key
+from plancache.lazy import lazy
 from plancache.manifest import Manifest, Wanted
 from plancache.signature import Uncacheable
 from plancache.store.levels import STRIKES, Levels
@@ -162,14 +162,14 @@ class Checker:
                 if reason is not None:
                     yield "denied", reason
 
-    @cached_property
+    @lazy
     def _verdicts(self) -> dict[bytes, list[Verdict]]:
         by_key = defaultdict(list)
         for verdict in self._levels.verdicts():
             by_key[verdict.key].append(verdict)
         return by_key
 
-    @cached_property
+    @lazy
     def _denials(self) -> dict[bytes, str]:
         return self._levels.denials()
 

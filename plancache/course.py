@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from plancache.entry import Candidate
 from plancache.key import MODES, Constraints
@@ -30,6 +30,13 @@ class Guide(Protocol):
     def is_supported(self, graph: Any, course: Course) -> bool: ...
 
 
+class OwnRoad(NamedTuple):
+    """What `_plancache` holds on a graph that goes the frontend's own road, and why; without a reason where the cache is off."""
+
+    interceptor: Guide
+    reason: str
+
+
 class Course:
     """How far a graph of the program's has come. The graph holds it, so it holds the graph by a weak reference only."""
 
@@ -39,6 +46,7 @@ class Course:
         self.replay = replay
         self.frozen = False  # ever since it was read: nobody changed it
         self.untold: frozenset[str] = frozenset()  # engines barred before the frontend lowers: it bars them, cuDNN does not
+        self.options: dict[str, Any] = {}  # of the graph, as it was read
         self.scratch: Any = None  # a clone as it was described, to build from
         self.provisional: list[tuple[Any, Any, Any]] = []  # tensors, with the dims and strides that lowering resolves
         self.modes: tuple[str, ...] = ()
@@ -46,6 +54,7 @@ class Course:
         self.planned: Planned | None = None
         self.plans: Sequence[Candidate] = ()  # as the graph lists them; none before it is planned
         self.place = -1  # of the plan that was built, in that list
+        self.constraints: Constraints | None = None  # that it was built under
 
 
 def resolve(course: Course, layouts: Mapping[int, Layout]) -> None:
@@ -94,10 +103,13 @@ def constraints_of(graph: Any, modes: tuple[str, ...]) -> Constraints | None:
     notes: dict[tuple[str, bool], list[str]] = {}
     for kind, note, keep in graph._note_filters:
         notes.setdefault((kind, keep), []).append(note.name)
+    limit = graph._workspace_limit
+    if limit is not None and not (type(limit) is int and limit >= 0):
+        return None
     if not notes.keys() <= {(kind, keep) for kind in ("behavior", "numerical") for keep in (False, True)}:
         return None
     return Constraints(
-        workspace_limit_bytes=graph._workspace_limit,
+        workspace_limit_bytes=limit,
         barred_engines=tuple(graph._barred_names),
         barred_numerical_notes=tuple(notes.get(("numerical", False), ())),
         required_numerical_notes=tuple(notes.get(("numerical", True), ())),

@@ -11,11 +11,11 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from plancache.errors import CorruptEntryError, StoreError
 from plancache.key import COMPONENTS, PlanKey
+from plancache.lazy import lazy
 
 if TYPE_CHECKING:
     from plancache.description import Description
@@ -128,7 +128,7 @@ class Entry(Built):
         """Seconds that building took, lowering and planning included."""
         return sum(self.timings_s.values())
 
-    @cached_property
+    @lazy
     def description(self) -> Description:
         """The graph that this plan computes."""
         from plancache.description import decode

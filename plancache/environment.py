@@ -13,11 +13,12 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plancache.errors import DeviceError, DeviceFileError, LibraryError
+from plancache.lazy import lazy
 
 LIMITS = (
     "maxGridSize",
@@ -95,7 +96,7 @@ class Device:
         """The device's name, such as `NVIDIA H200`."""
         return str(self.properties["deviceName"])
 
-    @cached_property
+    @lazy
     def sm_version(self) -> int:
         """Compute capability times ten: 90 for 9.0."""
         return int(self.properties["deviceVer"]) // 10
@@ -105,7 +106,7 @@ class Device:
         """The CUDA driver API version, such as 13000."""
         return int(self.properties["driverVer"])
 
-    @cached_property
+    @lazy
     def properties_json(self) -> str:
         """The properties as cuDNN reads them."""
         return json.dumps(self.properties, separators=(",", ":"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from plancache.description import decode, family
 from plancache.entry import MALFORMED, Entry, split_preimage, unpack, usable
 from plancache.errors import CorruptEntryError, GraphStateError
 from plancache.key import Constraints, PlanKey, make_key
+from plancache.lazy import lazy
 from plancache.outline import Outline, outline
 from plancache.signature import Uncacheable
 from plancache.store.levels import STRIKES, Found, Levels
@@ -119,7 +119,7 @@ class Explainer:
         self._key_of = key_of
         self._held = held
 
-    @cached_property
+    @lazy
     def _index(self) -> _Index:
         return _Index(self._levels)
 

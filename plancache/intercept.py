@@ -17,6 +17,7 @@ from plancache.course import (
     CHANGED,
     FIRST_TRIED,
     Course,
+    OwnRoad,
     as_described,
     constraints_of,
     forget_bindings,
@@ -31,7 +32,7 @@ from plancache.course import (
     unfiltered,
     validator_of,
 )
-from plancache.errors import CaptureError, ClosedError, GraphStateError, PlanNotFoundError, SettingsError, StoreError
+from plancache.errors import CaptureError, ClosedError, GraphStateError, PlanNotFoundError, SettingsError, StoreError, UncacheableGraphError
 from plancache.hook import when_imported
 from plancache.signature import Uncacheable, clone
 from plancache.standin import StandIn
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 _FRONTEND = "cudnn._pygraph"
 _WRAPPED = ("validate", "create_execution_plans", "build_plans", "_build_plan_at", "_lower_backend_plan")
-_OWN_ROAD = object()
-"""What `_plancache` holds on a graph that goes the frontend's own road from here on."""
 
 
 class Interceptor:
@@ -109,12 +108,16 @@ class Interceptor:
             return CHANGED
 
     def _request(self, graph: Any) -> Request:
-        return self.cache.request(graph, None if graph._handle is None else graph._handle._ordinal)
+        request = self.cache.request(graph, None if graph._handle is None else graph._handle._ordinal)
+        uids = {tensor.uid for tensor in request.tensors}  # no part of the signature
+        if len(uids) < len(request.tensors) or min(uids) < 1:
+            raise Uncacheable("uids that cuDNN refuses: below 1, or one of two tensors")
+        return request
 
     def _begun(self, graph: Any) -> Any:
         """The course of a graph, or why it goes the frontend's own road."""
         if self.cache.settings.mode == "off":
-            return _OWN_ROAD
+            return OwnRoad(self, "")
         at_once = validator_of(graph) is None
         if at_once and graph._workspace_limit is not None:
             return "a workspace limit that is set before validate(), which the frontend forgets"
@@ -127,6 +130,7 @@ class Interceptor:
         except Exception as error:  # dims that do not fit, no device: the frontend says it in its own words
             return f"it cannot be read: {_said(error)}"
         course = Course(self, request, graph.is_cuda_graph_replay_expected)
+        course.options = dict(graph._cpp_graph_kwargs)
         course.untold = frozenset(graph._barred_names) if at_once else frozenset()
         for modes in FIRST_TRIED:
             served = self.cache.look_up(request, unfiltered(modes))
@@ -177,7 +181,8 @@ class Interceptor:
         if not isinstance(graph._lowered_graph, StandIn):
             graph._lowered_graph = StandIn(graph, course)
         graph._freeze()
-        resolve(course, layouts)
+        if not graph._cpp_bog_done:  # else they are resolved
+            resolve(course, layouts)
         config = sys.modules["cudnn.engines.base"].PlanConfig
         graph._plans = [config(plan.engine, knobs_of(plan), cpp_index=index) for index, plan in enumerate(plans)]
         graph._backend_entries = list(graph._plans)
@@ -192,8 +197,8 @@ class Interceptor:
     def is_supported(self, graph: Any, course: Course) -> bool:
         """Whether some plan passes the filters that are set: one is stored, or cuDNN says so of the copy."""
         constraints = constraints_of(graph, course.modes)
-        if constraints is None:  # an unknown filter leaves when the plan is built
-            return True
+        if constraints is None:
+            return False
         if constraints is unfiltered(course.modes) and course.served is not None:
             return True
         if self.cache.look_up(course.request, constraints) is not None:
@@ -240,7 +245,7 @@ class Interceptor:
             config = sys.modules["cudnn.engines.base"].PlanConfig
             graph._plans.append(config(entry.recipe.engine, knobs_of(entry.recipe), cpp_index=len(names)))
             course.plans, names = (*course.plans, entry.recipe), [*names, entry.recipe.name]
-        course.place = names.index(entry.recipe.name)
+        course.place, course.constraints = names.index(entry.recipe.name), constraints
         course.scratch = course.planned = None
         graph._lowered_graph.seat(entry, native, course.place)
         graph._plan_index, graph._is_built = course.place, True
@@ -265,15 +270,18 @@ class Interceptor:
         """A plan that is picked by its index is served where it is the one that is stored, else built as ever."""
         course = graph.__dict__.get("_plancache")
         if isinstance(course, Course) and isinstance(graph._lowered_graph, StandIn):
-            if index == course.place:
-                return
             constraints = constraints_of(graph, course.modes)
+            if index == course.place and constraints == course.constraints:
+                return
             served = course.served
             picked = served is not None and course.plans[index].name == served.entry.recipe.name
             if picked and constraints is unfiltered(course.modes) and self._built(graph, course, constraints):
                 return
             if isinstance(graph._lowered_graph, StandIn):
                 self.leave(graph, "a plan is picked by its index")
+        left = graph.__dict__.get("_plancache")
+        if isinstance(left, OwnRoad) and left.reason and self.cache.settings.build == "forbid":
+            raise UncacheableGraphError(left.reason, "allow builds for this program (build='allow', PLANCACHE_BUILD=allow)")
         original(graph, index, *args, **kwargs)
 
     def _lower_backend_plan(self, original: Callable[..., Any], graph: Any) -> None:
@@ -290,32 +298,33 @@ class Interceptor:
         for tensor, dim, stride in course.provisional:
             tensor.__dict__.update(dim=dim, stride=stride)
         operations_built, planned = graph._cpp_bog_done, graph._planning_done and bool(course.plans)
-        names, limit, notes = graph._barred_names, graph._workspace_limit, graph._note_filters
         if not isinstance(graph._lowered_graph, StandIn):
             return
         graph._reset_lowered_state()
         graph._backend_entries = None  # an empty list means "asked, none"
         forget_bindings(graph)
-        if planned:  # a plan that was built before a filter barred it stays built
-            graph._barred_names, graph._workspace_limit, graph._note_filters = set(), None, []
-            try:
+        given = {name: graph.__dict__[name] for name in ("_cpp_graph_kwargs", "_barred_names", "_workspace_limit", "_note_filters")}
+        graph._cpp_graph_kwargs = course.options  # what was changed later does not count
+        try:
+            if planned:  # a plan that was built before a filter barred it stays built
+                graph._barred_names, graph._workspace_limit, graph._note_filters = set(), None, []
                 graph._lower_backend_graph()
                 graph._create_backend_plans()
                 place_anew(graph)
                 if course.place >= 0:
                     graph._build_plan_at(course.place)
-            finally:
-                graph._barred_names, graph._workspace_limit, graph._note_filters = names, limit, notes
-        else:
-            graph._lowered_graph = graph._lower_to_cpp()
-            graph._lowered_graph.validate()
-            if operations_built:
-                graph.build_operation_graph()
+            else:
+                graph._lowered_graph = graph._lower_to_cpp()
+                graph._lowered_graph.validate()
+                if operations_built:
+                    graph.build_operation_graph()
+        finally:
+            graph.__dict__.update(given)
         tell_filters(graph, course, graph._lowered_graph)
 
-    def _left(self, reason: str) -> Any:
+    def _left(self, reason: str) -> OwnRoad:
         self.cache._report.fell_through(reason)
-        return _OWN_ROAD
+        return OwnRoad(self, reason)
 
 
 def _said(error: Exception) -> str:
@@ -385,7 +394,7 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def wrapped(graph: Any, *args: Any, **kwargs: Any) -> Any:
         course = graph.__dict__.get("_plancache")
-        interceptor = course.interceptor if isinstance(course, Course) else _active[-1] if _active and course is None else None
+        interceptor = course.interceptor if isinstance(course, Course | OwnRoad) else _active[-1] if _active and course is None else None
         return original(graph, *args, **kwargs) if interceptor is None else getattr(interceptor, name)(original, graph, *args, **kwargs)
 
     wrapped._plancache = True  # type: ignore[attr-defined]

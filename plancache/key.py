@@ -10,11 +10,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from plancache.environment import LIMITS, Device, Libraries
 from plancache.errors import SettingsError
+from plancache.lazy import lazy
 
 KEY_VERSION = 1
 MODES = ("A", "B", "FALLBACK")
@@ -55,7 +56,7 @@ class Constraints:
             raise SettingsError(f"modes must be some of {', '.join(MODES)}, not {self.modes!r}")
         object.__setattr__(self, "modes", tuple(dict.fromkeys(self.modes)))
 
-    @cached_property
+    @lazy
     def encoded(self) -> bytes:
         """Canonical JSON; without modes where they are cuDNN's own default."""
         given = asdict(self)
@@ -85,7 +86,7 @@ class PlanKey:
     def __init__(self, preimages: tuple[bytes, ...]) -> None:
         self.preimages = preimages
 
-    @cached_property
+    @lazy
     def digest(self) -> bytes:
         """SHA-256 over the key's version and each component's name and digest."""
         parts = [b"plancache-key:%d\0" % KEY_VERSION]

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from plancache.description import Description, decode
@@ -14,6 +14,7 @@ from plancache.entry import FORMAT, MALFORMED, Candidate, Trial, check_facts, is
 from plancache.environment import version_text
 from plancache.errors import CorruptEntryError
 from plancache.key import PlanKey
+from plancache.lazy import lazy
 from plancache.outline import Outline, outline
 
 _component = lru_cache(maxsize=256)(json.loads)  # most entries have the same ones
@@ -65,7 +66,7 @@ class Listed:
             raise CorruptEntryError(f"a stored entry cannot be read: {error}; it is built anew when it is asked for") from error
         return listed
 
-    @cached_property
+    @lazy
     def description(self) -> Description:
         return decode(self.key.components["signature"])
 
@@ -103,7 +104,7 @@ class Listed:
             "tags": list(self.tags),
         }
 
-    @cached_property
+    @lazy
     def _shown(self) -> dict[str, Any]:
         return self._show(self.key.digest)
 

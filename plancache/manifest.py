@@ -16,7 +16,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from plancache.entry import MALFORMED, Candidate
 from plancache.errors import ManifestError
 from plancache.jsonform import PARTS, description_of, refuse_unknown, written
 from plancache.key import Constraints
+from plancache.lazy import lazy
 from plancache.signature import VERSION as SIGNATURE_VERSION
 
 VERSION = 1
@@ -50,12 +50,12 @@ class Wanted:
     build_s: float | None = None
     recipe: Candidate | None = None
 
-    @cached_property
+    @lazy
     def digest(self) -> str:
         """SHA-256 of the signature, as hex."""
         return hashlib.sha256(self.signature).hexdigest()
 
-    @cached_property
+    @lazy
     def description(self) -> Description:
         return decode(self.signature)
 

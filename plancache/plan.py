@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
 
 from plancache.capture import Releases, is_capturing
 from plancache.entry import Entry, Layout
 from plancache.errors import CaptureError, NotExecutableError, OperandError, WorkspaceError
+from plancache.lazy import lazy
 
 if TYPE_CHECKING:
     from plancache.operands import Operand, Slot
@@ -141,7 +141,7 @@ class Plan:
         self._outputs = frozenset(id(tensor) for node in graph._nodes for tensor in node.outputs.values())
         self._bound = dict(graph._data_bindings)  # buffers that the caller described the graph with, by uid
 
-    @cached_property
+    @lazy
     def operands(self) -> tuple[Operand, ...]:
         """What an execution must bind, in the words of the graph that was planned."""
         from plancache.operands import Operand  # not before something is run: a start-up plans first
@@ -151,7 +151,7 @@ class Plan:
             for (tensor, uid, name, by_value, _), layout in zip(self._frozen, self._layouts, strict=True)
         )
 
-    @cached_property
+    @lazy
     def _slots(self) -> dict[Any, Slot]:
         """Slots by tensor, uid and, where only one has it, name."""
         from plancache.operands import Slot

@@ -55,7 +55,7 @@ class StandIn:
             return
         graph = self._graph()
         if graph is not None and not self._course.interceptor.is_supported(graph, self._course):
-            self._lowered("no plan passes its filters").check_support()
+            self._lowered("no plan is known to pass its filters").check_support()
 
     def get_execution_plan_count(self) -> int:
         """Zero before planning. After it the frontend answers by itself, unless it is to add a plan."""
@@ -67,7 +67,11 @@ class StandIn:
     def _recorded(self, *_: Any) -> None:
         """A filter: the frontend has noted it on the graph, where it is read when a plan is built."""
 
-    deselect_engines = deselect_workspace_greater_than = _recorded
+    def deselect_engines(self, names: Sequence[str]) -> None:
+        """As the others."""
+        self._course.untold -= frozenset(names)
+
+    deselect_workspace_greater_than = _recorded
     select_behavior_notes = deselect_behavior_notes = select_numeric_notes = deselect_numeric_notes = _recorded
 
     # ---- built

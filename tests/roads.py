@@ -338,6 +338,14 @@ def _told(call: Callable[[], Any]) -> str:
 
 
 @road
+def uids_that_are_refused(graphs: Graphs) -> Iterator[Any]:
+    """Of a tensor that is no operand, too."""
+    graph, _ = graphs.convolution()
+    graph.nodes[0].outputs["Y"].set_uid(-5)
+    yield _told(graph.validate), _told(graph.build)
+
+
+@road
 def frozen_when_validated(graphs: Graphs) -> Iterator[Any]:
     """At once, or later where the family has a validator of its own."""
     for graph, tensor in (graphs.convolution(), graphs.norm(), graphs.attention()):
@@ -351,9 +359,9 @@ def frozen_when_validated(graphs: Graphs) -> Iterator[Any]:
 
 @road
 def changed_and_no_longer_valid(graphs: Graphs) -> Iterator[Any]:
-    graph, o = graphs.attention()
+    graph, _ = graphs.attention()
     graph.validate()
-    o.set_dim([4, 4, 128, 64])
+    graph.find_tensor("q").set_stride([128 * 256, 64, 256, 2])
     yield _told(graph.validate), _told(graph.build_operation_graph), _told(graph.create_execution_plans)
 
 
@@ -407,13 +415,31 @@ def barred_after_it_was_built(graphs: Graphs) -> Iterator[Any]:
     graph = _steps(graphs, graphs.convolution()[0])
     graph.build_plans()
     graph.deselect_numeric_notes(notes)
-    graph.create_execution_plan(7, {})
+    graph.create_execution_plan(*graph.get_engine_and_knobs_at_index(1))
     yield built(graph), graph.get_execution_plan_count()
+    graph = _steps(graphs, graphs.convolution()[0])
+    graph.build_plans()
+    graph.select_plan(0)
+    graph.deselect_numeric_notes(notes)
+    yield _told(graph.build_plans), graph._is_built
     graph = _steps(graphs, graphs.convolution()[0])
     graph.build_plans()
     graph.select_plan(1)
     graph.get_engine_count()
     yield graph._is_built, _told(graph.get_workspace_size)
+
+
+@road
+def options_and_limits_that_do_not_count(graphs: Graphs) -> Iterator[Any]:
+    """Options are read when a graph is lowered; a limit that cannot be met is the frontend's to refuse."""
+    graph = _steps(graphs, graphs.convolution()[0])
+    graph._cpp_graph_kwargs["is_dynamic_shape_enabled"] = True
+    graph.get_engine_count()
+    graph.build_plans()
+    yield built(graph), planned(graph)
+    graph = _steps(graphs, graphs.convolution()[0])
+    graph.deselect_workspace_greater_than(-1)
+    yield _told(graph.check_support), _told(graph.build_plans)
 
 
 @road

@@ -17,8 +17,9 @@ PACKAGE = Path(plancache.__file__).parent
 MIGRATIONS = PACKAGE.parent / "migrations"
 
 ORDER = """
-hook errors settings encoding signature description outline environment key entry listing words jsonform manifest recording capture marks
-store store.place store.connection store.schema store.tags store.database store.sealed store.retention store.levels singleflight
+hook lazy errors settings encoding signature description outline environment key entry listing words jsonform manifest recording
+capture marks
+store store.place store.gate store.connection store.schema store.tags store.database store.sealed store.retention store.levels singleflight
 copies executable backend children compiler operands inputs proof conditions jury autotune workbench target
 building jobs tuner isolated explaining checking warming kernels
 plan memory statistics events carrying stored loaded built served cache graphs

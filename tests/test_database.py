@@ -16,6 +16,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from faking import finish, start
 from samples import make_entry, state
 
 from plancache.entry import QUALITIES, Entry, pack, unpack
@@ -668,3 +669,41 @@ def test_a_put_that_fails_leaves_what_was_there(database: Database, path: Path, 
     with pytest.raises(StoreError, match="full"):
         database.put(make_entry(quality="tuned", blob=os.urandom(100_000)))
     assert stored(database) == state(make_entry(quality="compiled"))
+
+
+FORKED = """
+import os, signal, sys, threading
+from pathlib import Path
+from samples import make_entry
+from plancache.store.database import Database
+
+path, key = Path(sys.argv[1]), make_entry().key.digest
+Database(path, lock_timeout_s=5).put(make_entry(blob=os.urandom(400_000)))
+over = threading.Event()
+
+def read():
+    while not over.is_set():
+        database = Database(path, lock_timeout_s=5)
+        for _ in range(3):
+            database.get(key)
+        database.close()
+
+threads = [threading.Thread(target=read) for _ in range(6)]
+for thread in threads: thread.start()
+ended = []
+for _ in range(30):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        found = Database(path, lock_timeout_s=5).get(key) is not None
+        os._exit(0 if found else 1)
+    ended.append(os.waitpid(child, 0)[1])
+over.set()
+for thread in threads: thread.join()
+print(ended)
+"""
+
+
+def test_a_child_that_is_forked_while_others_read_can_read(path: Path) -> None:
+    """SQLite's own locks are held by nobody in it; without a gate every second one hangs."""
+    assert finish(start(FORKED, path))[0].strip() == str([0] * 30)

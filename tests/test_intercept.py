@@ -73,10 +73,12 @@ LEFT = {
     "other_plans_notes": "another plan's notes are asked for",
     "serialized": "serialize() is called",
     "keys_and_texts": "key() is called",
+    "uids_that_are_refused": "uids that cuDNN refuses",
     "changed_and_then_lowered": "already changed its tensors",
-    "supported_under_filters": "no plan passes its filters",
+    "supported_under_filters": "no plan is known to pass its filters",
     "a_limit_and_the_own_road": "get_engine_count() is called",
     "barred_after_it_was_built": "a plan is added",
+    "options_and_limits_that_do_not_count": "get_engine_count() is called",
     "backend_plans_first": "create_execution_plans() is called",
     "extents_cannot_be_changed_after": "key() is called",
     "filters": "a workspace limit that is set before validate()",
@@ -294,6 +296,56 @@ def test_builds_can_be_forbidden(tmp_path: Path) -> None:
     said, fell = in_child(tmp_path, script).splitlines()
     assert said.startswith("no stored plan for conv_fprop+bias+relu [8x64x28x28, ")
     assert fell == "{}"
+
+
+@pytest.mark.parametrize("road", ["policy", "by_index", "selected", "own_kernel_cache"])
+def test_builds_of_the_frontends_own_are_forbidden_too(tmp_path: Path, road: str) -> None:
+    """What the cache leaves to the frontend would be built: the error says why it was left, and how to allow it."""
+    script = f"""
+        graphs = roads.Graphs()
+        def policy(graph): graph.create_execution_plans(); graph.build_plans(graphs.cudnn.build_plan_policy.ALL)
+        def by_index(graph): graph.create_execution_plans(); graph.build_plan_at_index(1)
+        def selected(graph): graph.create_execution_plans(); graph.select_plan(1); graph.build_plans()
+        def own_kernel_cache(graph): graph.build()
+        with opened({str(tmp_path / "cache")!r}, build="forbid") as cache, plancache.installed(cache):
+            own = dict(kernel_cache=graphs.cudnn.create_kernel_cache()) if {road!r} == "own_kernel_cache" else {{}}
+            try:
+                {road}(graphs.convolution(**own)[0])
+            except plancache.errors.UncacheableGraphError as error:
+                print(error)
+            print(dict(cache.statistics().fell_through), cache.statistics().builds)
+    """
+    said, fell = in_child(tmp_path, script).splitlines()
+    assert said.startswith("this graph cannot be cached: ")
+    assert said.endswith("allow builds for this program (build='allow', PLANCACHE_BUILD=allow)")
+    assert said.removeprefix("this graph cannot be cached: ").partition(";")[0] in fell
+
+
+def test_workers_that_are_forked_while_others_plan(tmp_path: Path) -> None:
+    """Four threads plan, one forks: every child plans too, and nothing that was held by another thread keeps it."""
+    script = f"""
+        import os, signal
+        graphs, over = roads.Graphs(), threading.Event()
+        with opened({str(tmp_path / "cache")!r}) as cache, plancache.installed(cache):
+            graphs.convolution()[0].build()
+            def work():
+                while not over.is_set():
+                    graphs.convolution()[0].build()
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads: thread.start()
+            ended = []
+            for _ in range(20):
+                child = os.fork()
+                if not child:
+                    signal.alarm(30)
+                    graphs.convolution()[0].build()
+                    os._exit(cache.statistics().builds - 1)  # the parent built one
+                ended.append(os.waitpid(child, 0)[1])
+            over.set()
+            for thread in threads: thread.join()
+            print(ended)
+    """
+    assert in_child(tmp_path, script).strip() == str([0] * 20)
 
 
 def test_a_refused_blob_is_built_anew(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from weakref import finalize
 
 from plancache.entry import MAX_BLOB_BYTES
 from plancache.errors import DamagedStoreError, SealedError, StoreError
+from plancache.store.gate import INSIDE
 
 HEAD = "0003_tags"
 """The schema revision that this version reads and writes."""
@@ -130,7 +131,7 @@ class Reader:
 
 def _close(connection: sqlite3.Connection, process: int, lock: threading.Lock) -> None:
     if process == os.getpid():
-        with lock:
+        with INSIDE, lock:
             connection.close()
 
 

@@ -19,6 +19,7 @@ from plancache.entry import QUALITIES, Entry, Row, pack
 from plancache.errors import StoreError
 from plancache.settings import make_private
 from plancache.store.connection import HEAD, Reader, connect, faults, has_table, identity, number, readable, refuse_sealed, revision_of
+from plancache.store.gate import INSIDE
 from plancache.store.tags import Tagged, count_tag, read_tagged, read_tags
 
 SELECT_ENTRY = "SELECT entries.key, entries.preimage, entries.facts, entries.payload, entries.checksum FROM entries WHERE entries.key = ?"
@@ -129,7 +130,7 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema revision of the file, or None where there is no file or no table yet."""
-        with faults(self.path):
+        with faults(self.path), INSIDE:
             if not self.path.exists():
                 return None
             connection = self._connect()
@@ -202,7 +203,7 @@ class Database:
         revision = self._revision_to_write()
         if revision is not None:
             return revision
-        with faults(self.path), _MIGRATION, self._write_lock():
+        with faults(self.path), _MIGRATION, self._write_lock(), INSIDE:
             revision = self._revision_to_write()
             if revision is None:
                 if self.revision() is None:
@@ -213,7 +214,7 @@ class Database:
 
     def _revision_to_write(self) -> str | None:
         """The file's revision where rows can be written as it is, else None. Raises `StoreError` where they must not."""
-        with faults(self.path):
+        with faults(self.path), INSIDE:
             if not self.path.exists():
                 return None
             connection = self._connect()
@@ -302,12 +303,13 @@ class Database:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
         """This thread's connection, which nobody closes meanwhile; None while there is nothing to read."""
-        reader = self._reader()
-        if reader is None:
-            yield None
-            return
-        with reader.lock:
-            yield reader.connection
+        with INSIDE:
+            reader = self._reader()
+            if reader is None:
+                yield None
+                return
+            with reader.lock:
+                yield reader.connection
 
     def _reader(self) -> Reader | None:
         local = self._local
@@ -340,7 +342,7 @@ class Database:
     def _writing(self) -> Iterator[Any]:
         """An SQLAlchemy connection in an immediate transaction, under the lock that all writers share."""
         self.upgrade()
-        with faults(self.path), self._write_lock(), self._writer().begin() as connection:
+        with faults(self.path), self._write_lock(), INSIDE, self._writer().begin() as connection:
             refuse_sealed(connection.connection.driver_connection, self.path)  # since it was looked at
             yield connection
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from plancache.store.connection import faults, has_table, refuse_sealed
+from plancache.store.gate import INSIDE
 
 if TYPE_CHECKING:
     from plancache.store.database import Database
@@ -205,7 +206,7 @@ class _Turns:
     def next(self) -> Iterator[sqlite3.Connection]:
         """A connection under the writers' lock, after a pause in which readers have the processor and writers the lock."""
         time.sleep(max(0.0, self._pause_until - time.monotonic()))
-        with self._lock:
+        with self._lock, INSIDE:
             started = time.monotonic()
             # opened each time: another file may have taken the place of the one of the last turn, or a seal be waiting for it
             with closing(self._database._connect()) as connection:

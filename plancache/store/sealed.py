@@ -18,6 +18,7 @@ from plancache.entry import Row
 from plancache.errors import SealedError
 from plancache.store.connection import ERRORS, SEALED_ID, Reader, connect, faults, is_damage, message
 from plancache.store.database import SELECT_ENTRY, SELECT_LISTING, Database, Listed, in_order
+from plancache.store.gate import INSIDE
 from plancache.store.tags import Tagged, read_tags
 
 _IMMUTABLE = "mode=ro&immutable=1"
@@ -77,9 +78,10 @@ class SealedFile:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        reader = self._current()
+        with INSIDE:
+            reader = self._current()
         try:
-            with reader.lock:  # nobody closes it meanwhile
+            with INSIDE, reader.lock:  # nobody closes it meanwhile
                 yield reader.connection
         except ERRORS as error:
             raise _unreadable(self.path, error) from error
