@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -63,3 +65,17 @@ def in_fresh_process(module: str, *arguments: str) -> str:
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return done.stdout.strip().splitlines()[-1]
+
+
+@contextmanager
+def compute_cache(folder: Path | None) -> Iterator[None]:
+    """Child processes keep the driver's compute cache there, or in an empty folder of their own."""
+    with tempfile.TemporaryDirectory(prefix="plancache-nv-") as empty:
+        before = os.environ.get("CUDA_CACHE_PATH")
+        os.environ["CUDA_CACHE_PATH"] = str(folder or empty)
+        try:
+            yield
+        finally:
+            os.environ.pop("CUDA_CACHE_PATH")
+            if before is not None:
+                os.environ["CUDA_CACHE_PATH"] = before

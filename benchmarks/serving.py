@@ -11,12 +11,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Figure, in_fresh_process
+from benchmarks.report import Figure, compute_cache, in_fresh_process
 
 _PROGRAM = [sys.executable, "-m", "benchmarks.program"]
 _CALLS = 300
@@ -34,21 +32,21 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
 def _start_up(directory: Path, rounds: int) -> list[Figure]:
     plans = directory / "plans"
     plans.mkdir()
-    with _compute_cache(directory / "nv-prepare"):
+    with compute_cache(directory / "nv-prepare"):
         _run("prepare", str(plans))
     samples: dict[str, list[dict[str, Any]]] = {way: [] for way in ("plain", "run, empty cache", "run, full cache", "deserialize")}
     for number in range(rounds):
-        with _compute_cache(directory / f"nv-{number}"):
+        with compute_cache(directory / f"nv-{number}"):
             if number < max(2, rounds // 3):
                 samples["plain"].append(_run("plain"))
-        with _compute_cache(directory / f"nv-empty-{number}"):
+        with compute_cache(directory / f"nv-empty-{number}"):
             if number < max(2, rounds // 3):
                 samples["run, empty cache"].append(_run("plain", cache=directory / f"cache-{number}"))
         for way, cached, arguments in (
             ("deserialize", None, ("deserialize", str(plans))),
             ("run, full cache", directory / "cache-0", ("plain",)),
         ):
-            with _compute_cache(directory / f"nv-{way[0]}-{number}"):
+            with compute_cache(directory / f"nv-{way[0]}-{number}"):
                 samples[way].append(_run(*arguments, cache=cached))
     middle = {
         way: {part: statistics.median(run[part] for run in runs) for part in ("seconds", "compiled", "shipped")}
@@ -82,19 +80,6 @@ def _command(arguments: tuple[str, ...], cache: Path | None) -> list[str]:
 def _environment(cache: Path | None) -> dict[str, str]:
     others = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return others if cache is None else {**others, "PLANCACHE_DIR": str(cache), "PLANCACHE_STRICT": "1"}
-
-
-@contextmanager
-def _compute_cache(folder: Path) -> Iterator[None]:
-    """The driver's compute cache of child processes, empty where the folder is new."""
-    before = os.environ.get("CUDA_CACHE_PATH")
-    os.environ["CUDA_CACHE_PATH"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("CUDA_CACHE_PATH")
-        if before is not None:
-            os.environ["CUDA_CACHE_PATH"] = before
 
 
 # ---- overhead
@@ -221,7 +206,7 @@ def _ranks(directory: Path, count: int = 4) -> list[Figure]:
     cache = directory / "ranks"
     seconds, results = {}, []
     for way, cached in (("plain", None), ("one cache", cache)):
-        with _compute_cache(directory / f"nv-ranks-{way}"):
+        with compute_cache(directory / f"nv-ranks-{way}"):
             started = time.perf_counter()
             processes = [
                 subprocess.Popen(_command(("plain",), cached), stdout=subprocess.PIPE, text=True, env=_environment(cached))

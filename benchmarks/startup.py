@@ -12,18 +12,14 @@ on the same machine.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Figure, in_fresh_process
+from benchmarks.report import Figure, compute_cache, in_fresh_process
 
 WAYS = ("bare", "plancache", "build")
 GRAPHS = 42
@@ -37,30 +33,16 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
     for kind in KINDS:
         folder = directory / kind
         (folder / "nv").mkdir(parents=True)
-        with _compute_cache(folder / "nv"):
+        with compute_cache(folder / "nv"):
             count = int(in_fresh_process("benchmarks.startup", "prepare", kind, str(folder)))
         for full in (False, True):
             samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
             for number in range(rounds):
                 for way in WAYS if number < max(2, rounds // 3) else WAYS[:2]:
-                    with _compute_cache(folder / "nv" if full else None):
+                    with compute_cache(folder / "nv" if full else None):
                         samples[way].append(json.loads(in_fresh_process("benchmarks.startup", way, kind, str(folder))))
             figures += _figures(kind, full, count, samples)
     return figures
-
-
-@contextmanager
-def _compute_cache(folder: Path | None) -> Iterator[None]:
-    """Child processes keep the driver's compute cache there, or in an empty folder of their own."""
-    with tempfile.TemporaryDirectory(prefix="plancache-nv-") as empty:
-        before = os.environ.get("CUDA_CACHE_PATH")
-        os.environ["CUDA_CACHE_PATH"] = str(folder or empty)
-        try:
-            yield
-        finally:
-            os.environ.pop("CUDA_CACHE_PATH")
-            if before is not None:
-                os.environ["CUDA_CACHE_PATH"] = before
 
 
 def _figures(kind: str, full: bool, count: int, samples: dict[str, list[dict[str, float]]]) -> list[Figure]:

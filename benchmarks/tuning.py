@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Figure, in_fresh_process
+from benchmarks.report import Figure, compute_cache, in_fresh_process
 
 TUNINGS = 5
 WARM_UP, TIMED = 3, 15
@@ -35,12 +33,8 @@ def measure(directory: Path, rounds: int) -> list[Figure]:
 
 
 def _fresh(way: str, directory: Path) -> str:
-    with tempfile.TemporaryDirectory(prefix="plancache-nv-") as empty:
-        os.environ["CUDA_CACHE_PATH"] = empty
-        try:
-            return in_fresh_process("benchmarks.tuning", way, str(directory))
-        finally:
-            del os.environ["CUDA_CACHE_PATH"]
+    with compute_cache(None):
+        return in_fresh_process("benchmarks.tuning", way, str(directory))
 
 
 def _wall(loop: dict[str, Any], tunings: list[dict[str, Any]]) -> list[Figure]:

@@ -70,8 +70,7 @@ def resolve(course: Course, layouts: Mapping[int, Layout]) -> None:
 
 def as_described(graph: Any, course: Course) -> Any:
     """A clone of a graph with the dims and strides that it had before they were resolved."""
-    scratch, clones = clone(graph)
-    del clones
+    scratch, _ = clone(graph)
     mine = dict(zip(map(id, course.request.tensors), canonical_order(scratch), strict=True))
     for tensor, dim, stride in course.provisional:
         mine[id(tensor)].__dict__.update(dim=dim, stride=stride)
@@ -154,9 +153,10 @@ def is_of_the_backend(*plans: Candidate) -> bool:
     return all(plan.engine >= 0 and not is_python_engine(plan.engine) for plan in plans)
 
 
-def knobs_of(plan: Candidate) -> dict[Any, int]:
-    """As the frontend's plan lists have them."""
-    return _typed_knobs(tuple(plan.knobs.items()))
+def config_of(plan: Candidate, index: int) -> Any:
+    """A plan as the frontend's plan lists have it."""
+    knobs = _typed_knobs(tuple(plan.knobs.items()))
+    return sys.modules["cudnn.engines.base"].PlanConfig(plan.engine, knobs, cpp_index=index)
 
 
 @lru_cache(maxsize=4096)

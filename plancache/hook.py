@@ -35,5 +35,5 @@ class _OnImport:
                     sys.meta_path.remove(self)
                     self._then(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
         return spec

@@ -19,10 +19,10 @@ from plancache.course import (
     Course,
     OwnRoad,
     as_described,
+    config_of,
     constraints_of,
     forget_bindings,
     is_of_the_backend,
-    knobs_of,
     listed,
     modes_of,
     place_anew,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from plancache.cache import PlanCache
     from plancache.entry import Candidate, Entry
     from plancache.key import Constraints
-    from plancache.served import Request
+    from plancache.served import Request, Served
 
 _FRONTEND = "cudnn._pygraph"
 _WRAPPED = ("validate", "create_execution_plans", "build_plans", "_build_plan_at", "_lower_backend_plan")
@@ -133,12 +133,17 @@ class Interceptor:
         course.options = dict(graph._cpp_graph_kwargs)
         course.untold = frozenset(graph._barred_names) if at_once else frozenset()
         for modes in FIRST_TRIED:
-            served = self.cache.look_up(request, unfiltered(modes))
-            if served is not None and is_of_the_backend(*listed(served.entry)):
+            served = self._known(request, modes)
+            if served is not None:
                 course.modes, course.served = modes, served
                 return course
         course.scratch = clone(graph)[0]
         return course
+
+    def _known(self, request: Request, modes: tuple[str, ...]) -> Served | None:
+        """What is stored for a graph under these modes, where all plans of its list are of the backend."""
+        served = self.cache.look_up(request, unfiltered(modes))
+        return served if served is not None and is_of_the_backend(*listed(served.entry)) else None
 
     def create_execution_plans(self, original: Callable[..., Any], graph: Any, heuristics: Sequence[Any] | None = None) -> None:
         """The list of plans comes from the entry, or from the copy, which is planned in the place of the graph."""
@@ -159,23 +164,21 @@ class Interceptor:
         original(graph, heuristics)
 
     def _planned(self, graph: Any, course: Course, modes: tuple[str, ...]) -> bool:
-        constraints = unfiltered(modes)
         if course.modes != modes or course.served is None:
-            course.modes, course.served = modes, self.cache.look_up(course.request, constraints)
-        if course.served is not None and is_of_the_backend(*listed(course.served.entry)):
+            course.modes, course.served = modes, self._known(course.request, modes)
+        if course.served is not None:
             plans: Sequence[Candidate] = listed(course.served.entry)
             layouts: Any = course.served.entry.layouts
         else:
-            course.served = None
             try:
-                planned = course.planned = self._plan_copy(graph, course, constraints)
+                planned = course.planned = self._plan_copy(graph, course, unfiltered(modes))
             except Exception:  # the frontend's own road says it in its own words
                 self.leave(graph, "its copy cannot be planned")
                 return False
             plans, layouts = planned.plans, planned.layouts
-        if not is_of_the_backend(*plans):
-            self.leave(graph, "engines of the frontend's own may run it")
-            return False
+            if not is_of_the_backend(*plans):
+                self.leave(graph, "engines of the frontend's own may run it")
+                return False
         remember_modes(modes)
         course.plans = plans
         if not isinstance(graph._lowered_graph, StandIn):
@@ -183,8 +186,7 @@ class Interceptor:
         graph._freeze()
         if not graph._cpp_bog_done:  # else they are resolved
             resolve(course, layouts)
-        config = sys.modules["cudnn.engines.base"].PlanConfig
-        graph._plans = [config(plan.engine, knobs_of(plan), cpp_index=index) for index, plan in enumerate(plans)]
+        graph._plans = [config_of(plan, index) for index, plan in enumerate(plans)]
         graph._backend_entries = list(graph._plans)
         graph._cpp_bog_done = graph._cpp_plans_created = graph._planning_done = True
         graph._plan_index = 0
@@ -242,8 +244,7 @@ class Interceptor:
             return False
         names = [plan.name for plan in course.plans]
         if entry.recipe.name not in names:  # a tuned one, from other modes
-            config = sys.modules["cudnn.engines.base"].PlanConfig
-            graph._plans.append(config(entry.recipe.engine, knobs_of(entry.recipe), cpp_index=len(names)))
+            graph._plans.append(config_of(entry.recipe, len(names)))
             course.plans, names = (*course.plans, entry.recipe), [*names, entry.recipe.name]
         course.place, course.constraints = names.index(entry.recipe.name), constraints
         course.scratch = course.planned = None
@@ -397,5 +398,5 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         interceptor = course.interceptor if isinstance(course, Course | OwnRoad) else _active[-1] if _active and course is None else None
         return original(graph, *args, **kwargs) if interceptor is None else getattr(interceptor, name)(original, graph, *args, **kwargs)
 
-    wrapped._plancache = True  # type: ignore[attr-defined]
+    wrapped._plancache = True  # type: ignore[attr-defined]  # a mark: it is wrapped
     return wrapped

@@ -225,7 +225,7 @@ def _error(name: str, arguments: list[Any]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, PlancacheError):
         return kind(*arguments)
     if name == "cudnnGraphNotSupportedError":
-        return load_frontend().cudnnGraphNotSupportedError(*arguments)  # type: ignore[no-any-return]
+        return load_frontend().cudnnGraphNotSupportedError(*arguments)  # type: ignore[no-any-return]  # an exception, says the frontend
     return RuntimeError(f"{name}: {arguments[0]}")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Result, Run
 
 from plancache.backend import CudnnBackend
+from plancache.cli import main
 from plancache.environment import Device
 
 
@@ -41,3 +44,19 @@ def backend(device: Device) -> CudnnBackend:
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Path:
     return tmp_path
+
+
+@pytest.fixture
+def run(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`main` in this process, on an empty directory, without a terminal."""
+    for name in list(os.environ):
+        if name.startswith("PLANCACHE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PLANCACHE_DIR", str(cache_dir / "cache"))
+
+    def run(*arguments: str) -> Result:
+        capsys.readouterr()
+        code = main(arguments)
+        return Result(code, *capsys.readouterr())
+
+    return run

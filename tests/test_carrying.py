@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Result
 from faking import finish, start
 from samples import make_entry, matmul
 from test_place import may_mount
@@ -132,12 +133,6 @@ def sql(path: Path, *statements: str, values: tuple[object, ...] = ()) -> Any:
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture

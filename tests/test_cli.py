@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from commands import Result
 
 pytest.importorskip("cudnn")
 
@@ -78,12 +78,6 @@ def needs(argument):
 
 number = 3
 """
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 def clean_environment(**more: str) -> dict[str, str]:

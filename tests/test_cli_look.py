@@ -9,15 +9,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from commands import Run, is_one_line
 from samples import make_entry
 
-from plancache.cli import main
 from plancache.encoding import encode
 from plancache.entry import QUALITIES
 from plancache.key import PlanKey
@@ -44,15 +42,6 @@ def key(batch: int, data_type: str = "HALF", mode: str = "relu", cudnn: int = 91
 KEYS = [key(1), key(20, "FLOAT", "gelu_approx_tanh"), key(3, cudnn=91400), key(4, model="NVIDIA H100")]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def file(cache_dir: Path) -> Path:
     """Four plans: the first 40 days old, each of the next larger; `serve` asked for two, `train` for one of them."""
@@ -68,31 +57,12 @@ def file(cache_dir: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def run(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    for name in list(os.environ):
-        if name.startswith("PLANCACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PLANCACHE_DIR", str(cache_dir / "cache"))
-
-    def run(*arguments: str) -> Result:
-        capsys.readouterr()
-        code = main(arguments)
-        return Result(code, *capsys.readouterr())
-
-    yield run
-
-
 def shown(run: Run, *arguments: str) -> list[int]:
     """Which of the four, by their numbers."""
     result = run("ls", "--json", *arguments)
     assert result.code == 0, result.err
     digests = [one.hex for one in KEYS]
     return [digests.index(entry["key"]) for entry in json.loads(result.out)]
-
-
-def is_one_line(text: str) -> bool:
-    return text.startswith("plancache: error: ") and text.count("\n") == 1 and text.endswith("\n")
 
 
 # ---- ls: which plans ------------------------------------------------------------------------------------------------

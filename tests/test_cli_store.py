@@ -10,17 +10,17 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Result, Run, is_one_line
 from samples import make_entry
 
 from plancache import graphs
 from plancache.cache import PlanCache
-from plancache.cli import COMMANDS, main
+from plancache.cli import COMMANDS
 from plancache.encoding import encode
 from plancache.environment import Device
 from plancache.errors import PlancacheWarning, StoreError
@@ -43,15 +43,6 @@ KEYS = [
 ]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def file(cache_dir: Path) -> Path:
     """The database of a cache directory with four plans, one built 40 days ago."""
@@ -66,24 +57,10 @@ def file(cache_dir: Path) -> Path:
 
 
 @pytest.fixture
-def run(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """`main` in this process, on the directory of `file`, without a terminal."""
-    for name in list(os.environ):
-        if name.startswith("PLANCACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PLANCACHE_DIR", str(cache_dir / "cache"))
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The same, with tables as wide as documents have them."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str) -> Result:
-        capsys.readouterr()
-        code = main(arguments)
-        return Result(code, *capsys.readouterr())
-
-    yield run
-
-
-def is_one_line(text: str) -> bool:
-    return text.startswith("plancache: error: ") and text.count("\n") == 1 and text.endswith("\n")
+    return run
 
 
 def stored(run: Run) -> list[str]:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,15 @@ from typing import Any
 
 import pytest
 from benches import FAKES, MadeUpBench, TunableGpu
+from commands import Result, Run, is_one_line
 from faking import product
 from isolated_gpu import TARGET, script
 from test_autotune import Fake
-from test_cli_store import Result, Run, is_one_line
 
 import plancache.target
 import plancache.tuner
 from plancache import PlanCache
-from plancache.cli import main, trials
+from plancache.cli import trials
 from plancache.cli.progress import Progress
 from plancache.entry import Trial, unpack
 from plancache.environment import Device
@@ -55,22 +54,6 @@ CONDITIONS = {
     },
     "quiet": False,
 }
-
-
-@pytest.fixture
-def run(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """`main` in this process, on an empty directory, without a terminal."""
-    for name in list(os.environ):
-        if name.startswith("PLANCACHE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PLANCACHE_DIR", str(cache_dir / "cache"))
-
-    def run(*arguments: str) -> Result:
-        capsys.readouterr()
-        code = main(arguments)
-        return Result(code, *capsys.readouterr())
-
-    yield run
 
 
 class Machine:
